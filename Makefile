@@ -80,20 +80,36 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-benchmarks: $(STAMP)
-	$(BIN)/python benchmarks/overhead.py
-	$(BIN)/python benchmarks/generation.py
+# Measures the tables of docs/performance.md and writes them: a quarter of an hour on an idle machine. `make benchmarks
+# ONLY=traces,runs`: some of them; PEERS=1: with the rows of TransformerLens and nnsight, which it installs in a folder of
+# their own; BEFORE=REVISION: prints each row in another revision and now; ALL=1: the other figures, too.
+PEERS ?=
+BEFORE ?=
+ALL ?=
+PEER := .peers
+benchmarks: $(if $(PEERS),$(PEER)/.installed,$(STAMP))
+	PYTHONPATH=. $(if $(PEERS),$(PEER)/bin,$(BIN))/python benchmarks/report.py --only '$(ONLY)' \
+	    $(if $(BEFORE),--before $(BEFORE),--write)
+ifneq ($(ALL),)
 	$(BIN)/python benchmarks/batch.py
 	$(BIN)/python benchmarks/processing.py
-	$(BIN)/python benchmarks/retention.py
 	$(BIN)/python benchmarks/patching.py
 	$(BIN)/python benchmarks/harvest.py
 	$(BIN)/python benchmarks/circuits.py time
-	$(BIN)/python benchmarks/trace.py
 	$(BIN)/python benchmarks/programs.py
 	$(BIN)/python benchmarks/bases.py
 	$(BIN)/python benchmarks/imports.py
 	$(BIN)/python benchmarks/inference.py
+endif
+
+$(PEER)/.installed: $(STAMP)
+	rm -rf $(PEER)
+	$(BIN)/python -m venv $(PEER)
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+	    "$$($(PEER)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/ours.pth"
+	$(BIN)/python -m pip freeze --exclude-editable > $(PEER)/ours.txt
+	$(PEER)/bin/python -m pip install --quiet -c $(PEER)/ours.txt transformer-lens==4.3.0 nnsight==0.8.1
+	touch $@
 
 # Tries every text architecture of transformers, and writes docs/models.md (some minutes) and docs/properties.md (an hour).
 models: $(STAMP) properties
@@ -156,8 +172,8 @@ else
 endif
 	$(GPU_TEST) -m pytest tests/gpu -m gpu -n 0 -rs
 	$(GPU_TEST) -c 'import torch, sys; sys.exit(None if torch.cuda.is_available() else "no accelerator, so no figures")'
-	$(GPU_TEST) benchmarks/overhead.py --device cuda
-	$(GPU_TEST) benchmarks/overhead.py --device cuda --dtype bfloat16
+	$(GPU_TEST) benchmarks/report.py --device cuda
+	$(GPU_TEST) benchmarks/report.py --device cuda --dtype bfloat16
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -174,4 +190,4 @@ $(REAL)/.fetched: $(STAMP)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(GPU) $(EXPORT) $(CLIENTS) .matrix build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(GPU) $(EXPORT) $(CLIENTS) $(PEER) .matrix build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -150,6 +150,18 @@ class Step:
         """What the result of its last matrix goes through: nothing, where a norm stands between."""
         return () if self.post else self.output_transform
 
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """The modules that read its input, relative to the block, where no module stands around its part."""
+        part = self.part
+        if isinstance(part, Attention):
+            made = tuple(each for each in part.projections.values() if each.latent is None)
+        elif isinstance(part, MLP):
+            made = tuple(each for each in (part.up, part.gate) if each)
+        else:
+            made = ()
+        return () if part.path else tuple(dict.fromkeys(each.path for each in made))
+
     def added(self, result: Tensor, block: nn.Module) -> Tensor:
         """What is added to the stream where this is what the part, or the norm behind it, puts out.
 
@@ -183,6 +195,7 @@ class NamedStep:
         first: it is the first of the steps that read this stream.
         shared: the others that read this stream through the same norm, by name.
         leads: it is the first of those.
+        through_one: one module reads that norm for all of them (PaLM's, which makes queries and neurons at once).
     """
 
     step: Step
@@ -194,6 +207,7 @@ class NamedStep:
     first: bool
     shared: tuple[str, ...]
     leads: bool
+    through_one: bool = False
 
 
 @dataclass(frozen=True)
@@ -296,7 +310,9 @@ class Block:
             each for each in steps if named.step.pre and (each.step.pre, each.before) == (named.step.pre, named.before)
         ]
         names = tuple(each.name for each in alike if each is not named)
-        return replace(named, shared=names, leads=not alike or alike[0] is named)
+        readers = {each.step.readers for each in alike}
+        through_one = len(readers) == 1 and len(readers.pop()) == 1
+        return replace(named, shared=names, leads=not alike or alike[0] is named, through_one=through_one)
 
     def _names(self, group: Sequence[Step], before: Sequence[NamedStep]) -> list[tuple[str, str]]:
         """The names of the parts and norms of steps, which those before them do not have."""

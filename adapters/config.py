@@ -264,7 +264,7 @@ def model_config(architecture: Architecture, model: nn.Module, root: nn.Module) 
         "d_vocab_out": getattr(hf, "vocab_size", 0),
         "n_ctx": None if isinstance(context, int) and context < 0 else context,  # XLNet says -1: no end
         "act_fn": act_fn_name(first(hf, "hidden_act", "hidden_activation", "activation_function")),
-        "positional_embedding_type": "standard" if architecture.embedding.positions else "none",
+        "positional_embedding_type": "standard" if architecture.embedding.adds_places(root) else "none",
         "final_rms": stack.final_norm is not None and not stack.final_norm.kind.centered,
         "post_embedding_ln": architecture.embedding.norm is not None and architecture.embedding.norm_of_sum is None,
         "output_logits_soft_cap": architecture.readout.soft_cap or -1.0,

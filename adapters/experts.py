@@ -26,7 +26,7 @@ from adapters.paths import has_module, missing_module_message
 
 #: The projections of an expert, by HookedTransformer's names: before the activation function, parallel to it, after it.
 ExpertPart = Literal["W_gate", "W_in", "W_out"]
-#: The paths of an expert's layers from its own module: gate, up, down.
+#: The paths of an expert's layers from its own module: gate ("" without one), up, down.
 Layers = tuple[str, str, str]
 #: Where all experts' matrices are one parameter each, ``[(expert d_expert), d_model]``, as DBRX names them.
 _STACKED = {"W_gate": "mlp.w1", "W_in": "mlp.v1", "W_out": "mlp.w2"}
@@ -140,9 +140,12 @@ def is_transposed(experts: nn.Module) -> bool:
     return in_batches(experts) or bool(experts.is_transposed)
 
 
-def has_gate(experts: nn.Module) -> bool:
+def has_gate(experts: nn.Module, declared: Layers | None = None) -> bool:
     """Whether the experts have a gate."""
-    return are_modules(experts) or getattr(experts, "has_gate", True) is not False
+    if are_modules(experts):
+        found = layers_of(experts.get_submodule("0"), declared)
+        return found is None or bool(found[0])
+    return getattr(experts, "has_gate", True) is not False
 
 
 def first_projection(experts: nn.Module) -> str:

@@ -13,7 +13,7 @@ from adapters.experts import Layers, are_modules, has_gate, in_batches, layers_o
 from adapters.norms import Norm, norm_points
 from adapters.paths import join
 from adapters.points import Group, PointList, Site, SiteKind
-from adapters.views import Affine, Composed, FlatRows, View
+from adapters.views import Affine, Composed, FlatRows, Rows, View
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,10 @@ class MLP:
     given: str | None = None
 
 
+#: What an element is of what a router returns.
+RouterElement = Literal["logits", "weights", "indices", "every weight", ""]
+#: What most routers return.
+CHOICE: tuple[RouterElement, ...] = ("logits", "weights", "indices")
 #: What a router compares the experts by.
 ChosenBy = Literal["probabilities", "corrected probabilities", "logits", "scores", "in turn"]
 
@@ -54,10 +58,10 @@ class MoE:
     Attributes:
         path: the module, relative to the block.
         router: the module, relative to `path`, that chooses among the experts for each of the ``(batch pos)`` rows.
-        router_returns: a ``choice``, the experts' scores, and the weights and indices of the chosen ones; ``logits``
-            alone (DBRX): the choice is made in the forward of the module at `path`, by probabilities, and what is
-            chosen is seen where `experts` is given it; or ``weights`` of all experts, and their logits (Llama 4): every
-            expert is given every token, times its weight, and `experts` works on ``(expert batch pos)`` rows.
+        router_returns: what the elements of its output are, in order: the experts' ``logits``, or another score; the
+            ``weights`` and ``indices`` of the chosen ones; "", another. ``logits`` alone (DBRX, Mixtral's own code):
+            the choice is made in the forward of the module at `path`. ``every weight``, of all experts (Llama 4):
+            every expert is given every token, times its weight, and `experts` works on ``(expert batch pos)`` rows.
         experts: the module, relative to `path`, that holds the experts' weights (see `adapters.experts`).
         layers: where each expert is a module of its own, the paths in it of its projections: gate, up, down; None: the
             usual names.
@@ -79,7 +83,7 @@ class MoE:
     experts: str = "experts"
     chosen_by: ChosenBy = "probabilities"
     margin: float = 0.0
-    router_returns: Literal["choice", "logits", "weights"] = "choice"
+    router_returns: tuple[RouterElement, ...] = CHOICE
     factor: float = 1.0
     shared: MLP | None = None
     shared_transform: tuple[Gate | Affine, ...] = ()
@@ -89,7 +93,12 @@ class MoE:
     @property
     def in_batches(self) -> bool:
         """Every expert is given every token."""
-        return self.router_returns == "weights"
+        return "every weight" in self.router_returns
+
+    @property
+    def chooses(self) -> str:
+        """The path, relative to `path`, of the module in whose forward the choice is made."""
+        return "" if self.router_returns == ("logits",) else self.router
 
     @property
     def shared_factor(self) -> float:
@@ -118,7 +127,8 @@ def _expert_sites(path: str, e: int, experts: nn.Module | None, layers: Layers |
     found = layers_of(experts.get_submodule(str(e)), layers)
     if found is not None:
         gate, up, down = found
-        sites["gate"], sites["pre"] = Site(join(own, gate), "output"), Site(join(own, up), "output")
+        sites |= {"gate": Site(join(own, gate), "output")} if gate else {}
+        sites["pre"] = Site(join(own, up), "output")
         sites["post"] = Site(join(own, down), "input")
     return sites | {"out": Site(own, "output")}
 
@@ -173,35 +183,41 @@ def mixture_points(
     router = join(module, mlp.router)
     # As in HookedTransformer, an expert's weight is its probability before the best are chosen; where these are chosen
     # before that is computed, it is what the expert's output is multiplied with: zero for those that are not chosen.
-    if mlp.router_returns == "logits":
-        logits, weights = Site(module, "softmax", "scores"), Site(module, "softmax", "pattern")
-    elif mlp.chosen_by.endswith("probabilities"):
-        logits, weights = Site(router, "softmax", "scores"), Site(router, "softmax", "pattern")
-    else:
-        made = "logits" if mlp.chosen_by == "logits" else "product"
-        logits, weights = Site(router, "router", made), Site(router, "router", "weights")
+    chooses, path, returns = join(module, mlp.chooses), join(module, mlp.experts), mlp.router_returns
+    made = "logits" if mlp.chosen_by == "logits" else "product"
+    logits, weights = Site(chooses, "router", made), Site(chooses, "router", "weights")
     if mlp.in_batches:
-        logits, weights = Site(router, "router", "product"), Site(router, "output", 0)
+        weights = Site(router, "output", returns.index("every weight"))
+    elif mlp.chosen_by.endswith("probabilities"):
+        logits, weights = Site(chooses, "softmax", "scores"), Site(chooses, "softmax", "pattern")
     add("hook_router_logits", logits, "n_experts", "extra", ("gate.hook_out",))
-    add("hook_expert_weights", weights, "n_experts")
-    if mlp.router_returns == "logits":
-        given = join(module, mlp.experts)
-        add("hook_topk_weights", Site(given, "input", "top_k_weights"), "experts_per_token", "extra")
-        add("hook_expert_indices", Site(given, "input", "top_k_index"), "experts_per_token")
-    elif mlp.in_batches:
-        add("hook_expert_indices", Site(router, "router", "indices"), "experts_per_token")
+    if weights.kind != "router" or "weights" in returns:
+        add("hook_expert_weights", weights, "n_experts")
+    if "weights" in returns:
+        add("hook_topk_weights", Site(router, "output", returns.index("weights")), "experts_per_token", "extra")
+    elif not (mlp.in_batches or are_modules(experts)):
+        add("hook_topk_weights", Site(path, "input", "top_k_weights"), "experts_per_token", "extra")
+    if "indices" in returns:
+        chosen = Site(router, "output", returns.index("indices"))
+    elif mlp.in_batches or are_modules(experts):
+        chosen = Site(chooses, "router", "indices")
     else:
-        add("hook_topk_weights", Site(router, "output", 1), "experts_per_token", "extra")
-        add("hook_expert_indices", Site(router, "output", 2), "experts_per_token")
-    path = join(module, mlp.experts)
-    for e in range(num_experts):
-        for part, site in _expert_sites(path, e, experts, mlp.layers).items():
-            # Its rows are of no batch: in caches only when named.
-            axes = "row d_model" if part in ("in", "out") else "row d_expert"
-            points.add(f"experts.{e}.hook_{part}", site, axes=axes, group="extra")
+        chosen = Site(path, "input", "top_k_index")
+    add("hook_expert_indices", chosen, "experts_per_token")
+    _expert_points(points, mlp, path, num_experts, experts)
     if mlp.shared:
         shared = join(module, mlp.shared.path)
         mlp_points(points.inside("shared_expert"), mlp.shared, shared, rows, "d_shared_expert")
         add("shared_expert.hook_out", Site(shared, "output"), "d_model", "extra")
     if mlp.shared_gate:
         add("shared_expert_gate.hook_out", Site(join(module, mlp.shared_gate.projection.path), "output"), "1", "extra")
+
+
+def _expert_points(points: PointList, mlp: MoE, path: str, num_experts: int, experts: nn.Module | None) -> None:
+    """Adds the points inside each expert."""
+    for e in range(num_experts):
+        for part, site in _expert_sites(path, e, experts, mlp.layers).items():
+            # Its rows are of no batch: in caches only when named.
+            axes = "row d_model" if part in ("in", "out") else "row d_expert"
+            view = Rows() if are_modules(experts) else None
+            points.add(f"experts.{e}.hook_{part}", site, view, axes, group="extra")

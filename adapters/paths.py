@@ -42,9 +42,9 @@ def join(*parts: str) -> str:
 
 
 def has_module(model: nn.Module, path: str) -> bool:
-    """Whether there is a module at a path."""
+    """Whether there is a module at a path; at "", the model itself."""
     found: object = model
-    for part in module_path(path).split("."):
+    for part in module_path(path).split(".") if path else ():
         if not isinstance(found, nn.Module):
             return False
         child = found._modules.get(part)

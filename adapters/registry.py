@@ -129,7 +129,7 @@ def has_declaration(model: nn.Module) -> bool:
     """
     if isinstance(getattr(model, "module", None), PreTrainedModel) or not isinstance(model, PreTrainedModel):
         return True  # `declaration_for` says what is wrong with it
-    return any(True for _ in _declaring(type(model)))
+    return any(True for _ in declaring(type(model)))
 
 
 def inherits_declaration(model: nn.Module) -> str:
@@ -140,7 +140,7 @@ def inherits_declaration(model: nn.Module) -> str:
     Args:
         model: a Hugging Face model.
     """
-    for cls, _ in _declaring(type(model)):
+    for cls, _ in declaring(type(model)):
         # torch's own subclasses (FSDP) run their parent's forward.
         packages = (cls.__module__.partition(".")[0], "torch")
         return "" if type(model).__module__.partition(".")[0] in packages else cls.__name__
@@ -173,7 +173,7 @@ def declaration_for(model: nn.Module) -> Architecture:
     Raises:
         UnsupportedModelError: no class among its bases has an adapter.
     """
-    for cls, declare in _declaring(type(model)):
+    for cls, declare in declaring(type(model)):
         _check_version(cls.__name__, declare)
         return declare(config_of(model))
     name = type(model).__name__
@@ -208,7 +208,7 @@ def check_modules(model: nn.Module) -> None:
     Raises:
         UnsupportedModelError: they are not.
     """
-    for _, declare in _declaring(type(model)):
+    for _, declare in declaring(type(model)):
         if check := _CHECKS.get(declare):
             check(model)
         return
@@ -244,8 +244,12 @@ def _is_ours(declare: Declare) -> bool:
     return (declare.__module__ or "").startswith("adapters.families.")
 
 
-def _declaring(model_class: type) -> Iterator[tuple[type, Declare]]:
-    """The classes among the bases of one that have an adapter, with that; the nearest first."""
+def declaring(model_class: type) -> Iterator[tuple[type, Declare]]:
+    """The classes among the bases of one that have an adapter, with that; the nearest first.
+
+    Args:
+        model_class: a class of models.
+    """
     for cls in model_class.__mro__:
         if (declare := _declare(cls.__name__)) is not None and not _is_namesake(cls, declare):
             yield cls, declare

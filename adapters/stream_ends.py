@@ -86,6 +86,16 @@ class Embedding:
         starts = bool(self.transform) and not self.transform[0].parameters
         return self.transform[1:] if starts else self.transform
 
+    def adds_places(self, base: nn.Module) -> bool:
+        """Whether something of its own is added for each place: by a table, or a parameter or buffer that is one.
+
+        Args:
+            base: the base model.
+        """
+        added = [getattr(base.get_submodule(at), name) for link in self.transform if link.plus
+                 for at, _, name in [link.plus.rpartition(".")]]  # fmt: skip
+        return self.positions is not None or any(held.ndim > 1 for held in added)
+
     @property
     def norm_of_sum(self) -> Norm | None:
         """The norm that reads the sum of the embeddings."""

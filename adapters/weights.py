@@ -335,7 +335,7 @@ class _Getters(Weights):
                 )
 
         for e in range(self.cfg.num_experts or 0) if has_layers(self.module(at), moe.layers) else ():
-            for part in ("W_gate", "W_in", "W_out") if has_gate(self.module(at)) else ("W_in", "W_out"):
+            for part in ("W_gate", "W_in", "W_out") if has_gate(self.module(at), moe.layers) else ("W_in", "W_out"):
                 add(e, part)
         if moe.shared:
             self._add_mlp(f"{name}.shared_expert", inside, moe.shared, moe.shared_factor)

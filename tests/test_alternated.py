@@ -11,6 +11,7 @@ _PATH = pathlib.Path(__file__).parent.parent / "benchmarks" / "alternated.py"
 
 @pytest.fixture
 def alternated(monkeypatch):
+    monkeypatch.syspath_prepend(str(_PATH.parent))
     spec = importlib.util.spec_from_file_location("alternated", _PATH)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

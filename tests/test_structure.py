@@ -71,6 +71,7 @@ INSIDE_ADAPTERS = {
     "observe": {"imports", "views", "vocabulary", "inputs"},
     "automatic": {"imports", "views", "vocabulary", "inputs", "observe"},
     "proofs": {"imports", "views", "vocabulary", "inputs", "observe", "building"},
+    "plain_model": {"vocabulary", "inputs", "observe", "registry"},
     "model": {"vocabulary", "inputs", "registry", "building", "automatic"},
     "kept": {"views", "vocabulary", "inputs", "observe", "registry", "model"},
     "__init__": {"imports", "vocabulary", "registry", "model", "proofs", "kept"},

@@ -31,7 +31,7 @@ class FoundAttention:
         part: the part.
         recording: the run.
         norms: the norms of its block.
-        block: the path of its block.
+        block: the call of its block.
 
     Attributes:
         missing: what could not be found, by hook name. `cross`: its keys are at the encoder's positions.
@@ -40,13 +40,13 @@ class FoundAttention:
         NotFound: it cannot be declared as an attention.
     """
 
-    def __init__(self, part: FoundPart, recording: Recording, norms: Norms, block: str) -> None:
+    def __init__(self, part: FoundPart, recording: Recording, norms: Norms, block: ModuleCall) -> None:
         self.part, self.recording, self.norms, self.block = part, recording, norms, block
         self.missing: dict[str, str] = {}
         self.normed_last = False
-        if part.owner is None:
-            raise NotFound("its layers stand in the block itself, with no module around them")
-        self.owner = part.owner
+        self.clip: float | None = None
+        # Its layers may stand in the block itself (LLaDA).
+        self.owner = part.owner or block
         if len(part.softmaxes) != 1:
             raise NotFound(f"it computes {len(part.softmaxes)} softmaxes")
         self.softmax: Softmax = part.softmaxes[0]
@@ -128,6 +128,8 @@ class FoundAttention:
         self.found: dict[str, tuple[ModuleCall, Sets, ModuleCall | None]] = {}
         for letter, reached in (("q", reaches.from_query), ("k", reaches.from_keys), ("v", values)):
             carrier = self._carrier(reached)
+            if not self.cross and self._is_narrow(letter, carrier):  # what is clamped has no gradient there
+                carrier = self._carrier(self._of_all_queries(letter, live, key_pos)) or carrier
             if carrier is None:
                 self.missing[letter] = "no projection has columns of its own for each head"
             else:
@@ -135,9 +137,38 @@ class FoundAttention:
         self.biases = {letter: bias for letter in "qk" if (bias := self._bias_behind(letter))}
         self.clip = self._clamped()
 
+    def _is_narrow(self, letter: str, carrier: tuple[ModuleCall, Sets, ModuleCall | None] | None) -> bool:
+        """Whether fewer columns of each head were found than meet in the product, or than values have."""
+        factor = self.softmax.query if letter == "q" else self.softmax.key
+        wide = self.z_by_head.shape[-1] if letter == "v" else 0 if factor is None else factor.shape[-1]
+        return carrier is None or len(carrier[1][0]) < wide
+
+    def _of_all_queries(self, letter: str, live: Sequence[Tensor], key_pos: int) -> list[Tensor | None]:
+        """Which columns reach each head's scores, or its `z`, of any query."""
+        total: list[Tensor | None] = [None] * len(live)
+        options = {"query_pos": self.query_pos, "key_pos": key_pos}
+        for query in range(3, self.query_pos):
+            if letter == "v":
+                masks = [
+                    mask if self._from_before(call, query) else None
+                    for call, mask in zip(
+                        self.sources, gradients_of_z(self.mixed, live, query=query, key_pos=key_pos), strict=True
+                    )
+                ]
+            else:
+                keys = [query - 3, query - 1]
+                reaches = gradients_of_scores(self.softmax.scores, live, query=query, keys=keys, **options)
+                masks = reaches.from_query if letter == "q" else reaches.from_keys
+            for i, mask in enumerate(masks):
+                before = total[i]
+                total[i] = before if mask is None else mask if before is None else before | mask
+        return total
+
     def _clamped(self) -> float | None:
         """What queries and keys are clamped to before they are rotated: one of the attention's own numbers."""
-        numbers = [x for x in vars(self.owner.module).values() if isinstance(x, float) and x > 0]
+        numbers = self._numbers()
+        if self.clip is not None:
+            return self.clip
         for letter, factor in (("q", self.softmax.query), ("k", self.softmax.key)):
             if letter not in self.found or factor is None or not numbers:
                 continue
@@ -194,7 +225,29 @@ class FoundAttention:
             before = [c for c in self.sources[:index] if c.is_linear and c.left[0].mark == call.entered.mark]
             if before and call.entered.value.ndim == 3:
                 return before[-1], sets, call
+            if (part := self._part_that(call, index)) is not None:
+                linear, start, self.clip = part
+                return linear, tuple(tuple(start + column for column in each) for each in sets), call
         return None
+
+    def _part_that(self, norm: ModuleCall, index: int) -> tuple[ModuleCall, int, float | None] | None:
+        """The fused projection of which a norm is given some columns, from which on, and what these are clamped to."""
+        assert norm.entered is not None
+        x, width = norm.entered.value, norm.entered.value.shape[-1]
+        for call in reversed(self.sources[:index]):
+            made = call.left[0].value
+            if not call.is_linear or made.shape[:-1] != x.shape[:-1] or made.shape[-1] <= width:
+                continue
+            for start in range(0, made.shape[-1] - width + 1, width):
+                columns = made[..., start : start + width]
+                for clip in (None, *self._numbers()):
+                    if torch.equal(x, columns if clip is None else columns.clamp(-clip, clip)):
+                        return call, start, clip
+        return None
+
+    def _numbers(self) -> list[float]:
+        """The attention's own numbers."""
+        return [x for x in vars(self.owner.module).values() if isinstance(x, float) and x > 0]
 
     def declare(self) -> Attention:
         """The declaration.
@@ -225,7 +278,7 @@ class FoundAttention:
             raise NotFound("the norms of queries and keys are given different shapes")
         core = self.softmax.path
         declared = Attention(
-            relative(owner, self.block),
+            relative(owner, self.block.path),
             replace(projections["q"], latent=latents["q"]),
             replace(projections["k"], latent=latents["kv"]),
             replace(projections["v"], latent=latents["kv"]),

@@ -101,16 +101,16 @@ def find_stacks(model: nn.Module, recording: Recording) -> tuple[list[FoundStack
             found.append(stack)
         elif reason:
             almost.append(reason)
-    if not found and (parallel := _parallel(model, recording)):
-        found.append(parallel)
+    if not found and (other := _parallel(model, recording) or _siblings(model, recording)):
+        found.append(other)
     found.sort(key=lambda stack: stack.blocks[0].start)
     return found, "" if found else "; ".join(almost[:2]) or "no list of blocks that each run once"
 
 
 def _shared(path: str, paths: list[str], recording: Recording) -> FoundStack | None:
-    """A list of which some members run several times, each time as a block of its own: their calls follow each other.
+    """Modules of which some may run several times, each time as a block of its own: their calls follow each other.
 
-    The calls, and those inside of them, are named by their number from then on.
+    The calls of such, and those inside of them, are named by their number from then on.
     """
     calls = sorted((call for each in paths for call in recording.of(each)), key=lambda call: call.start)
     if len(calls) < 2 or any(call.entered is None or not call.left for call in calls):
@@ -118,14 +118,32 @@ def _shared(path: str, paths: list[str], recording: Recording) -> FoundStack | N
     found, _ = _chained(path, tuple(calls), recording, list(range(len(calls))), len(calls))
     if found is None:
         return None
-    counts: Counter[str] = Counter()
+    totals, counts = Counter(call.path for call in calls), Counter[str]()
     members = []
     for call in calls:
         old, number = call.path, counts[call.path]
         counts[old] += 1
-        members.append(f"{old[len(path) + 1 :]}@{number}")
-        recording.rename(call, f"{old}@{number}")
+        at = f"{old}@{number}" if totals[old] > 1 else old
+        members.append(at[len(path) + 1 :] if path else at)
+        if at != old:
+            recording.rename(call, at)
     return replace(found, members=tuple(members))
+
+
+def _siblings(model: nn.Module, recording: Recording) -> FoundStack | None:
+    """Blocks that stand in one module, of one class, with others beside them or without a list, or one that runs again.
+
+    The outermost module, and the longest row of calls in it.
+    """
+    for path, module in model.named_modules():
+        kinds: dict[type[nn.Module], list[str]] = {}
+        for name, child in module.named_children():
+            if any(True for _ in child.children()):
+                kinds.setdefault(type(child), []).append(join(path, name))
+        found = [stack for paths in kinds.values() if (stack := _shared(path, paths, recording))]
+        if found:
+            return max(found, key=lambda stack: stack.length)
+    return None
 
 
 def _parallel(model: nn.Module, recording: Recording) -> FoundStack | None:

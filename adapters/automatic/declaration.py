@@ -24,6 +24,7 @@ from adapters.automatic.blocks import (
 from adapters.automatic.ends.embedding import FoundEmbedding, find_embedding
 from adapters.automatic.ends.images import Pool, find_patches, find_pool
 from adapters.automatic.ends.readout import End, find_final_norm, find_unembedding, returned_by
+from adapters.automatic.expert_modules import FoundExpertModules, list_of_experts
 from adapters.automatic.facts import Facts, all_rotated, all_sized
 from adapters.automatic.feed_forward import FoundMLP
 from adapters.automatic.layouts import relative
@@ -132,6 +133,12 @@ class _Inference:
             embedding=embedding.declared(self.relative),
             changed_in_place=(*declared[0].changed_in_place, *self._changed_before(found.blocks[0].start)),
         )
+        if found.positions_first:
+            view = PositionsFirst(
+                self._is_positions_first(embedding.embedding.tokens),
+                bool(unembed and self._is_positions_first(unembed.path)),
+            )
+            declared[0] = replace(declared[0], stream_view=view)
         heads: tuple[Head, ...] = ()
         readout = Readout()
         if pooled is not None:
@@ -147,6 +154,11 @@ class _Inference:
             config_values=values,
         )
         return Inferred(architecture, dict(self.not_offered))
+
+    def _is_positions_first(self, path: str) -> bool:
+        """Whether a module outside of the blocks puts out positions before the batch."""
+        calls = self.recording.of(path)
+        return bool(calls) and calls[0].left[0].value.shape[:2] == (self.recording.pos, self.recording.batch)
 
     def _lists_of_blocks(self) -> list[FoundStack]:
         """The lists of blocks that a stream runs through: one, or an encoder's and a decoder's.
@@ -337,6 +349,9 @@ class _Inference:
         self.changed |= dict.fromkeys(_changed(call, inside))
         block = Block(tuple(steps), ends, norm=_norm(found.norm, norms, call))
         for named, note in zip(block.named, notes, strict=True):
+            if named.through_one and not named.leads:
+                others = " and ".join(named.shared)
+                self.not_offered[f"{prefix}.hook_{named.name}_in"] = f"one layer reads it for {named.name} and {others}"
             for what, why in note.items():
                 if what == "entry":
                     self.not_offered[f"{prefix}.hook_{named.name}_in"] = why
@@ -362,11 +377,13 @@ class _Inference:
         mixes = self._mixes(part)
         try:
             if attends and mixes is not False:
-                return self._attention(part, norms, block.path)
+                return self._attention(part, norms, block)
             if mixes:
                 return self._mixer(part, block, note)
             if experts := experts_of(part, self.recording):
-                return self._mixture(part, block.path, experts)
+                return self._mixture(FoundMixture(part, self.recording, block.path, experts, self.config))
+            if modules := list_of_experts(part, self.recording):
+                return self._mixture(FoundExpertModules(part, self.recording, block.path, modules, self.config))
             return self._mlp(part, norms, block)
         except NotFound as why:
             note["inside"] = str(why)
@@ -378,13 +395,12 @@ class _Inference:
         positions = 0 if first else 1
         return mixes_positions(part, positions, partial(rerun, self.model, self.given, positions))
 
-    def _attention(self, part: FoundPart, norms: Norms, block: str) -> Attention:
+    def _attention(self, part: FoundPart, norms: Norms, block: ModuleCall) -> Attention:
         found = FoundAttention(part, self.recording, norms, block)
         declared = self.facts.add_attention(found, with_values(found, found.declare()))
         return replace(declared, auxiliary_modules=auxiliary_modules(found, declared, norms))
 
-    def _mixture(self, part: FoundPart, block: str, experts: ModuleCall) -> MoE:
-        found = FoundMixture(part, self.recording, block, experts, self.config)
+    def _mixture(self, found: FoundMixture | FoundExpertModules) -> MoE:
         declared = found.declare()
         for name in ("num_experts", "experts_per_token", "d_expert"):
             self.facts.add(name, getattr(found, name))

@@ -87,7 +87,7 @@ class FoundMLP:
         if len(call.left) != 1:
             return
         made, post = call.left[0].live, self.post.live
-        if made.shape[:-1] != post.shape[:-1] or made.shape[-1] % self.d_mlp or not post.requires_grad:
+        if made.shape[:-1] != post.shape[:-1] or made.shape[-1] < self.d_mlp or not post.requires_grad:
             return
         row = (0,) * (post.ndim - 2) + (2,)
         neurons = torch.arange(self.d_mlp, device=post.device)
@@ -99,7 +99,14 @@ class FoundMLP:
         elsewhere[row] = 0
         if bool(elsewhere.any()):
             return
-        for index in _ways(made.shape[-1], self.d_mlp):
+        # Others of its columns may be queries, keys and values (PaLM).
+        own = (
+            list(range(made.shape[-1]))
+            if made.shape[-1] % self.d_mlp == 0
+            else gradient[row].nonzero().flatten().tolist()
+        )
+        for way in _ways(len(own), self.d_mlp) if len(own) % self.d_mlp == 0 else ():
+            index = tuple(own[column] for column in way)
             columns = list(index)
             if not self._is_elementwise(made, row, columns, gradient[row]):
                 continue
@@ -144,7 +151,7 @@ class FoundMLP:
         given = None if self.act_fn or gate or self.part.owner else self._times_an_argument(up)
         activation = None if self.act_fn else self._activation_module(gate, up)
         owner = self.part.owner.path if self.part.owner else self.block
-        if self.part.owner is None and gate and gate[0].path != up[0].path:
+        if self.part.owner is None and gate and gate[0].path != up[0].path and self.part.pre is None:
             raise NotFound("its layers stand in the block itself, and two of them read the stream")
         return MLP(
             relative(owner, self.block),

@@ -168,6 +168,7 @@ def alibi_scale(attention: FoundAttention) -> float | None:
     scores = attention.softmax.scores.detach().double()[..., : product.shape[-1]]
     places = torch.arange(product.shape[-1], dtype=torch.float64, device=product.device).expand_as(product)
     seen = (pattern > 0).double()
+    scores = scores.where(pattern > 0, 0)  # they may be minus infinity
     # A row's constant is nothing to its softmax.
     rows = [
         (x - (x * seen).sum(-1, keepdim=True) / seen.sum(-1, keepdim=True)) * seen for x in (scores, product, places)

@@ -26,7 +26,7 @@ from adapters.experts import (
     stacked,
     width,
 )
-from adapters.feed_forward import MLP, ChosenBy, MoE
+from adapters.feed_forward import CHOICE, MLP, ChosenBy, MoE
 from adapters.observe.calls import ModuleCall, Recording
 from adapters.observe.errors import NotFound
 from adapters.observe.tolerance import NEGLIGIBLE, agree
@@ -50,6 +50,31 @@ def experts_of(part: FoundPart, recording: Recording) -> ModuleCall | None:
         if all(isinstance(weight, Tensor) and weight.ndim == 3 for weight in weights):
             return call
     return None
+
+
+def mlp_of(
+    call: ModuleCall, part: FoundPart, recording: Recording, config: PreTrainedConfig, base: str = ""
+) -> tuple[MLP, FoundMLP]:
+    """What a module of a mixture is as an MLP, and how that was found.
+
+    Args:
+        call: of the module.
+        part: the mixture.
+        recording, config: as for `FoundMixture`.
+        base: what the path of the MLP is relative to.
+
+    Raises:
+        NotFound: it is none.
+    """
+    inside = [c for c in recording.calls if call.holds(c) and c.is_linear]
+    last = [c for c in inside if c.left[0].mark == call.left[0].mark]
+    if not last:
+        raise NotFound(f"what {call.path} puts out is not what a linear layer of it does")
+    matrices = [c for c in inside if c is not last[-1]]
+    of_call = FoundPart(call, (call, call.left[0]), last[-1], None, None, matrices, [], part.reads, call.start)
+    found = FoundMLP(of_call, base, config, {}, {})
+    mlp = found.declare()
+    return replace(mlp, up=replace(mlp.up, width=None)), found
 
 
 class FoundMixture:
@@ -230,7 +255,11 @@ class FoundMixture:
             experts=relative(self.experts.path, owner),
             chosen_by=chosen_by,
             margin=(self._margin() or 0.0) if chosen_by == "in turn" else 0.0,
-            router_returns="weights" if self.in_batches else "choice" if self.chosen is None else "logits",
+            router_returns=("every weight", "logits")
+            if self.in_batches
+            else CHOICE
+            if self.chosen is None
+            else ("logits",),
             factor=self.factors[0],
             shared=shared,
             shared_transform=(*gates, *times(self.factors[1])),
@@ -278,17 +307,7 @@ class FoundMixture:
         return True
 
     def _mlp(self, call: ModuleCall, base: str = "") -> tuple[MLP, FoundMLP]:
-        """What a module of a mixture is as an MLP, with its path from `base`, and how that was found."""
-        inside = [c for c in self.recording.calls if call.holds(c) and c.is_linear]
-        last = [c for c in inside if c.left[0].mark == call.left[0].mark]
-        if not last:
-            raise NotFound(f"what {call.path} puts out is not what a linear layer of it does")
-        matrices = [c for c in inside if c is not last[-1]]
-        seen = call.left[0]
-        part = FoundPart(call, (call, seen), last[-1], None, None, matrices, [], self.part.reads, call.start)
-        found = FoundMLP(part, base, self.config, {}, {})
-        mlp = found.declare()
-        return replace(mlp, up=replace(mlp.up, width=None)), found
+        return mlp_of(call, self.part, self.recording, self.config, base)
 
     def _activation(self) -> str | None:
         """The name of the activation function of experts that are kept in one parameter for all."""

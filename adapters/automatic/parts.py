@@ -106,7 +106,7 @@ class Parts:
                     producer = before.made[0][0]
                 elif producer.entered is not None:  # a sum that no module puts out: it stands where the norm reads it
                     out = producer, producer.entered
-        linear = self._matrices(start, producer)
+        linear = self._matrices(start, producer) or self._makers(total.start, producer)
         softmaxes = self.recording.softmaxes_between(start, producer.end)
         owner = self._owner(producer, linear, softmaxes, start)
         part = FoundPart(owner, out, producer, None, post, linear, softmaxes, total.before, start)
@@ -125,6 +125,16 @@ class Parts:
         return [
             call for call in self.inside if start <= call.start and call.end <= producer.end and call.is_linear
             and call is not producer and not any(norm.holds(call) for norm in self.norms)
+        ]  # fmt: skip
+
+    def _makers(self, start: int, producer: ModuleCall) -> list[ModuleCall]:
+        """Those that ran with another part and have a part in what the producer is given (PaLM's one projection)."""
+        if producer.entered is None or not producer.entered.live.requires_grad:
+            return []
+        total = producer.entered.live.pow(2).sum()
+        return [
+            call for call in self._matrices(start, producer)
+            if (reached := gradient_of(total, call.left[0].live)) is not None and bool(reached.any())
         ]  # fmt: skip
 
     def _owner(

@@ -122,7 +122,9 @@ def _written(value: Any, indent: int, constants: Mapping[Any, str]) -> str:
         return f'float("{value}")'
     if value is None or isinstance(value, bool | int | float):
         return repr(value)
-    inner = [_written(each, indent + 4, constants) for each in vars(value).values() if not isinstance(each, bool)]
+    inner = [
+        _written(each, indent + 4, constants) for each in vars(value).values() if not isinstance(each, bool | tuple)
+    ]
     return _joined(f"{type(value).__name__}(", inner, ")", indent)
 
 

@@ -96,7 +96,7 @@ def auxiliary_modules(found: FoundAttention, declared: Attention, norms: Norms) 
         if call.entered and call.path in {join(owner.path, path) for path in single[1:3] if path}
     ]  # fmt: skip
     others = []
-    for call in found.recording.between(owner.start, owner.end):
+    for call in found.recording.between(max(owner.start, found.part.start), found.part.producer.end):
         own = call.is_leaf and any(True for _ in call.module.parameters(recurse=False)) and call not in norms
         own = own or (
             call in norms

@@ -25,7 +25,17 @@ from adapters.mixers.part import Mixer, mixer_points
 from adapters.norms import Norm, SharedNormInput, norm_points
 from adapters.paths import base_path, has_module, join, module_at
 from adapters.points import Group, Point, PointList, Site
-from adapters.views import Branch, Composed, FlatRows, SeveralStreams, View, WriteThrough, parameters_of, through
+from adapters.views import (
+    Branch,
+    Composed,
+    FlatRows,
+    PositionsFirst,
+    SeveralStreams,
+    View,
+    WriteThrough,
+    parameters_of,
+    through,
+)
 
 
 def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) -> list[Point]:
@@ -41,6 +51,7 @@ def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) 
     points = (
         embedding_points(architecture, base, model, cfg.d_model) if made.tokens else image_points(made, base, model)
     )
+    ended = len(points)
     for stack in architecture.stacks:
         blocks = join(base, stack.path)
         if not has_module(model, blocks):
@@ -52,6 +63,7 @@ def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) 
             points += BlockBuilder(stack, cfg, base, index, n, model).build()
         if stack.collapse:
             add_collapse(PointList("", n, "", stack.pos, points), base, stack.collapse)
+        ended = len(points)
         if stack.final_norm:
             after = PointList("", n, "", stack.pos, points)
             add_final_norm(after, architecture, stack, base, stack.final_norm, model)
@@ -64,6 +76,9 @@ def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) 
             add_unembedding(after, architecture, model, cfg.d_model)
     if not unembedded:
         add_unembedding(after, architecture, model, cfg.d_model)
+    view = architecture.stacks[-1].stream_view
+    if isinstance(view, PositionsFirst) and view.end:
+        points[ended:] = batch_first(points[ended:])
     return points
 
 
@@ -160,13 +175,13 @@ class BlockBuilder:
         part = step.part
         if path := step.entry or part.path:
             return Site(join(self.path, path), "input")
-        assert isinstance(part, MLP)
-        if part.gate and part.gate.path != part.up.path:
+        readers = step.readers
+        if len(readers) > 1:
             raise ValueError(
-                f"the MLP of {self.path} has no module of its own, and {part.up.path} and {part.gate.path} both read "
-                "its input: there is no one place where it enters. Give it a norm of its own, or a path"
+                f"a part of {self.path} has no module of its own, and {' and '.join(readers)} read its input: there is "
+                "no one place where it enters. Give it a norm of its own, or a path"
             )
-        return Site(join(self.path, part.up.path), "input")
+        return Site(join(self.path, readers[0]), "input")
 
     def _add_reading(self, named: NamedStep) -> None:
         """From the stream to what the part reads: the stream between two steps, the part's own input, the norm."""
@@ -183,9 +198,11 @@ class BlockBuilder:
                 self._add_own_input(named, flat, self._entry(step), Branch())
             return
         assert entry
-        if named.shared:
+        if named.shared and not named.through_one:
             self._add_shared_norm(named, step.pre, entry)
             return
+        if not named.leads:
+            return  # one module reads the norm for both: there is no place that is this part's alone
         view = WriteThrough() if isinstance(part, MLP) and self.stack.one_of_two else Branch()
         # As in HookedTransformer's encoder-decoder, what the MLP reads there is also what its output is added to.
         self._add_own_input(named, flat, entry, view)

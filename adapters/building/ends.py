@@ -58,7 +58,8 @@ def embedding_points(architecture: Architecture, base: str, model: nn.Module, d_
             norm_points(points, "embed.ln", made.norm.kind, Site(join(base, made.norm.path), "output"), axes=total)
         points.add("hook_full_embed", Site(join(base, made.module), "output"))
     found = copied(points.points, {(join(base, path), kind) for path, kind in architecture.stack.changed_before})
-    return batch_first(found) if architecture.stack.positions_first else found
+    view = architecture.stack.stream_view
+    return batch_first(found) if isinstance(view, PositionsFirst) and view.embeddings else found
 
 
 def image_points(made: Embedding, base: str, model: nn.Module) -> list[Point]:
@@ -84,7 +85,9 @@ def image_points(made: Embedding, base: str, model: nn.Module) -> list[Point]:
 def batch_first(points: list[Point]) -> list[Point]:
     """The points of modules that are given positions first, with the batch first."""
     return [
-        replace(point, view=Composed(point.view, PositionsFirst())) if point.axes.startswith("batch pos") else point
+        replace(point, view=Composed(point.view, PositionsFirst()))
+        if point.axes.startswith("batch pos") and point.site.kind != "attention"  # a kernel has heads before positions
+        else point
         for point in points
     ]
 

@@ -22,7 +22,7 @@ def dbrx(config: PreTrainedConfig) -> Architecture:
         Projection("Wqkv", columns(ends[i], ends[i + 1], n)) for i, n in enumerate((n_heads, n_kv_heads, n_kv_heads))
     )
     attention = Attention("norm_attn_norm.attn", q, k, v, o="out_proj", rotary="last", clip=own.clip_qkv)
-    moe = MoE("ffn", router="router", router_returns="logits")
+    moe = MoE("ffn", router="router", router_returns=("logits",))
     steps = (
         Step(attention, pre=Norm("norm_attn_norm.norm_1", LAYER_NORM)),
         Step(moe, pre=Norm("norm_attn_norm.norm_2", LAYER_NORM)),

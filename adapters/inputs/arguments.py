@@ -12,6 +12,8 @@ from typing import Any, Literal
 from torch import nn
 from transformers import PreTrainedModel
 
+from adapters.views.given import names_of
+
 #: What tokens are to a model: those of its decoder, where its encoder reads images or sound.
 TokensArgument = Literal["input_ids", "decoder_input_ids"]
 
@@ -36,6 +38,12 @@ def _meant(annotation: Any, forward: Callable[..., Any]) -> Any:
     return annotation
 
 
+def _forward_of(core: nn.Module) -> Callable[..., Any]:
+    """The forward that says what can be passed: of a `PlainModel`, its module's."""
+    said: nn.Module = getattr(core, "plain_module", core)
+    return type(said).forward
+
+
 def accepted_by(core: nn.Module) -> frozenset[str]:
     """The names of the arguments that a Hugging Face model takes.
 
@@ -49,7 +57,7 @@ def accepted_by(core: nn.Module) -> frozenset[str]:
         >>> {"use_cache", "past_key_values"} <= accepted_by(model)
         True
     """
-    forward = type(core).forward
+    forward = _forward_of(core)
     names = accepted_arguments(forward)
     if "past_key_values" not in names or "use_cache" in names or not isinstance(core, PreTrainedModel):
         return names
@@ -57,6 +65,22 @@ def accepted_by(core: nn.Module) -> frozenset[str]:
     decoder = core.get_decoder()
     taken = passes_on and decoder is not None and "use_cache" in accepted_arguments(type(decoder).forward)
     return names | {"use_cache"} if taken else names
+
+
+def may_take(core: nn.Module, name: str) -> bool:
+    """Whether a model takes an argument, as far as it says: one whose forward takes anything may.
+
+    Args:
+        core: the model, without what wraps it.
+        name: of the argument.
+    """
+    forward = _forward_of(core)
+    return name in accepted_arguments(forward) or _takes_anything(forward)
+
+
+@functools.cache
+def _takes_anything(forward: Callable[..., Any]) -> bool:
+    return any(each.kind is each.VAR_KEYWORD for each in inspect.signature(forward).parameters.values())
 
 
 def gives_cache(core: nn.Module) -> bool:
@@ -82,7 +106,7 @@ def gives_cache(core: nn.Module) -> bool:
 
 def argument_names(module: nn.Module) -> list[str]:
     """The names of what a module's forward takes, in order."""
-    return list(inspect.signature(type(module).forward).parameters)[1:]
+    return list(names_of(type(module).forward))
 
 
 @dataclass(frozen=True)
@@ -122,8 +146,8 @@ def takes(core: nn.Module) -> Takes:
 def taken_by(cls: type[nn.Module]) -> Takes:
     """What the models of a class take: see `takes`."""
     parameters = inspect.signature(cls.forward).parameters
-    known = (parameter for parameter in parameters.values() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD)
-    needed = [each.name for each in known if each.default is each.empty and each.name not in ("self", "input_ids")]
+    known = (each for each in list(parameters.values())[1:] if each.kind is each.POSITIONAL_OR_KEYWORD)
+    needed = [each.name for each in known if each.default is each.empty and each.name != "input_ids"]
     main: str = getattr(cls, "main_input_name", "input_ids")
     if main == "input_ids" or main not in parameters:
         return Takes("input_ids", None, tuple(needed))

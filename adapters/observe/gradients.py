@@ -30,11 +30,14 @@ def by_position(x: Tensor, batch: int, pos: int) -> Float[Tensor, "batch pos col
     """A tensor as a row of columns for each batch row and position, None where it has no such axes.
 
     Args:
-        x: ``[batch, pos, ...]``, ``[batch, head, pos, d]``, ``[(batch pos), column]`` or ``[(batch pos), head, d]``.
+        x: ``[batch, pos, ...]``, ``[pos, batch, ...]``, ``[batch, head, pos, d]``, ``[(batch pos), column]`` or
+            ``[(batch pos), head, d]``.
         batch, pos: the sizes to look for; the numbers of heads should be neither, or the first reading that fits wins.
     """
     if x.ndim >= 3 and x.shape[:2] == (batch, pos):
         return x.flatten(2)
+    if x.ndim >= 3 and x.shape[:2] == (pos, batch):
+        return x.transpose(0, 1).flatten(2)
     if x.ndim == 4 and x.shape[0] == batch and x.shape[2] == pos:
         return x.transpose(1, 2).flatten(2)
     if x.ndim in (2, 3) and x.shape[0] == batch * pos:

@@ -13,13 +13,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from adapters.gathering import Alike, Cut
-from adapters.inputs.arguments import argument_names
 from adapters.layout import Layout, SpreadModelError
 from adapters.observe.calls import BorderTensor, ModuleCall, Recording, Softmax, elements_of, mark
 from adapters.observe.errors import WRONG, NotFound, one_line
 from adapters.observe.functions import CHOICES, FLAT_PRODUCT, PRODUCTS, SOFTMAXES
+from adapters.observe.softmaxes import SoftmaxByHand
 from adapters.paths import token_embedding
 from adapters.points import Site
+from adapters.views.given import place_of_input
 from adapters.views.kernel_arguments import KernelArguments
 
 
@@ -112,6 +113,7 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.recorder, self.recording = recorder, recorder.recording
         self.products: list[tuple[Tensor, Tensor]] = []
+        self._by_hand = SoftmaxByHand()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -119,6 +121,8 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
             return self._attention(KernelArguments(*args, **kwargs))
+        if self._by_hand.takes(func, args):
+            return self._by_hand.step(func, args, kwargs, lambda scores: scores, self._ended)
         if func in PRODUCTS and len(args) == 2 and all(isinstance(x, Tensor) and x.ndim == 4 for x in args):
             self.products.append((args[0], args[1].transpose(-1, -2)))
         elif func is FLAT_PRODUCT and len(args) == 3 and args[1].shape[0] % self.recording.batch == 0:
@@ -134,6 +138,12 @@ class Watch(TorchFunctionMode):
         if out.ndim > 1:
             self.products = []
         return out.detach() if out.ndim > 2 else out
+
+    def _ended(self, scores: Tensor, pattern: Tensor) -> Tensor:
+        """A softmax by hand has ended."""
+        self._add(scores, pattern, self.products, fused=False)
+        self.products, self._by_hand = [], SoftmaxByHand()
+        return pattern.detach()
 
     def _add(self, scores: Tensor, pattern: Tensor, products: list[tuple[Tensor, Tensor]], *, fused: bool) -> None:
         running = self.recorder.running
@@ -174,8 +184,8 @@ class _GraphRecorder(Recorder):
         self._watched: list[tuple[ModuleCall, Literal["input", "output"], Tensor, int]] = []
 
     def enters(self, call: ModuleCall) -> None:
-        names = () if call.args else argument_names(call.module)[:1]
-        call.entered = _seen(None, call.args[0] if call.args else next(map(call.kwargs.get, names), None))
+        place = place_of_input(call.module, call.args, call.kwargs)
+        call.entered = _seen(None, call.args[place] if isinstance(place, int) else call.kwargs.get(place or ""))
         if call.entered:
             self._watched.append((call, "input", call.entered.live, call.entered.live._version))
 

@@ -14,7 +14,7 @@ from adapters.feed_forward import MLP, MoE
 from adapters.inputs.arguments import takes
 from adapters.inputs.made import arguments_of
 from adapters.observe.recording import Recorder
-from adapters.paths import has_module, join
+from adapters.paths import has_module, join, module_at
 from adapters.proofs.evidence import Evidence
 from adapters.proofs.report import Findings
 
@@ -132,8 +132,9 @@ def _forms(evidence: Evidence) -> Iterator[tuple[str, object]]:
     if cfg.final_rms or not (cfg.normalization_type or "").startswith("RMS"):  # False says nothing where all are
         yield "final_rms", final_rms
     yield "post_embedding_ln", architecture.embedding.norm is not None and architecture.embedding.norm_of_sum is None
+    base = module_at(evidence.bridge.original_model, evidence.base)
     shifted = any(part.qk_shift for part in attentions)
-    rotary, standard = any(part.rotary for part in attentions), architecture.embedding.positions is not None
+    rotary, standard = any(part.rotary for part in attentions), architecture.embedding.adds_places(base)
     alike = {"alibi", "relative_positional_bias"}  # told apart by the scores
     if cfg.positional_embedding_type not in alike and attentions:
         kind = "rotary" if rotary else "shortformer" if shifted else "standard" if standard else "none"

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adapters.architecture import Step
 from adapters.attention import GATE_FUNCTIONS
 from adapters.config import config_of
-from adapters.experts import expert_bias, expert_weight, has_bias, router_matrix, sparsemixer_topk
+from adapters.experts import are_modules, expert_bias, expert_weight, has_bias, router_matrix, sparsemixer_topk
 from adapters.feed_forward import MLP, MoE
 from adapters.observe.activations import product
+from adapters.observe.token_rows import results_by_token, weights_in_sum
 from adapters.paths import join, module_at
 from adapters.proofs.evidence import Evidence, LayerStep, like
 from adapters.proofs.report import Findings
@@ -95,7 +96,9 @@ class _Mixture:
         router = self.evidence.call(self.place.module, self.part.router)
         if self.part.in_batches and weights is not None and chosen is not None:
             top = weights.gather(-1, chosen.long())
-        if logits is None or weights is None or top is None or chosen is None or router is None or router.input is None:
+        held = module_at(self.evidence.bridge.original_model, join(self.place.module, self.part.experts))
+        missing = [] if are_modules(held) else [weights, top, chosen]
+        if logits is None or router is None or router.input is None or any(x is None for x in missing):
             self.findings.holds(CHOICE, at, False, "the router did not run")
             return
         matrix = router.module.get_submodule(router_matrix(router.module))
@@ -106,6 +109,10 @@ class _Mixture:
         else:
             self.findings.inconclusive(CHOICE, f"{at}hook_router_logits: the router has no matrix")
         wide = logits.double()
+        if are_modules(held):
+            self._of_modules(held, router.input.flatten(0, -2).double(), wide)
+            return
+        assert weights is not None and top is not None and chosen is not None
         if self.part.in_batches:
             self._in_batches(wide, weights, chosen, router.input.flatten(0, -2))
             return
@@ -129,6 +136,52 @@ class _Mixture:
         seen = top.double() / top.double().sum(-1, keepdim=True)
         self.findings.equal(CHOICE, f"{at}hook_topk_weights", seen, normed, 1.0)
         self._total(top, chosen)
+
+    def _of_modules(self, experts: nn.Module, tokens: Tensor, logits: Tensor) -> None:
+        """Each expert is a module of a list: the rows that it is given say which tokens it was sent."""
+        at, layers = self.place.part, self.part.layers
+        given: list[list[tuple[Tensor, Tensor]]] = []
+        for e in range(self.evidence.bridge.cfg.num_experts or 0):
+            rows, post = (self.evidence.get(f"{at}experts.{e}.hook_{name}") for name in ("in", "post"))
+            given.append([])
+            if rows is not None and post is not None:
+                made = post.double() @ expert_weight(experts, e, "W_out", layers).detach().double().T
+                if has_bias(experts, "W_out", layers):
+                    made = made + expert_bias(experts, e, "W_out", layers).detach().double()
+                given[-1].append((rows, made))
+        results, sent = results_by_token(tokens, given)
+        added = self._added()
+        if added is None:
+            self.findings.inconclusive(CHOICE, f"{at}: what it returns is not seen")
+            return
+        total = added.flatten(0, 1).double() - self._shared(results.sum(1))
+        used = weights_in_sum(total, results, [], added)
+        self.findings.holds(
+            CHOICE, f"{at}(sum)", used is not None, "it is no sum of what its experts make of each token"
+        )
+        if used is None:
+            return
+        weights, top, chosen = map(self.get, ("expert_weights", "topk_weights", "expert_indices"))
+        share = (logits.sigmoid() if self.part.chosen_by == "scores" else logits.softmax(-1)) * sent
+        share = share / share.sum(-1, keepdim=True)
+        seen = used / used.sum(-1, keepdim=True)
+        self.findings.equal(CHOICE, f"{at}(weights)", seen.to(added.dtype), share.to(added.dtype), 1.0)
+        if self.part.chosen_by in ("probabilities", "logits"):
+            best = torch.zeros_like(sent).scatter(-1, logits.topk(int(sent.sum(-1).max())).indices, True)
+            self.findings.holds(CHOICE, at, torch.equal(best, sent), "experts are not those of the largest logits")
+        if chosen is not None:
+            same = torch.equal(torch.zeros_like(sent).scatter(-1, chosen.long(), True), sent)
+            self.findings.holds(CHOICE, f"{at}hook_expert_indices", same, "its tokens are sent to other experts")
+        if top is not None and chosen is not None:
+            expected = used.gather(-1, chosen.long()) / self.part.factor
+            self.findings.equal(CHOICE, f"{at}hook_topk_weights", top, expected.to(top.dtype))
+        else:
+            why = f"factor={self.part.factor}, and no weights are shown that it would multiply"
+            self.findings.holds(CHOICE, at, self.part.factor == 1, why)
+        if weights is not None:
+            of_all = self.part.chosen_by.endswith("probabilities")
+            expected = logits.softmax(-1) if of_all else used * sent / self.part.factor
+            self.findings.equal(CHOICE, f"{at}hook_expert_weights", weights, expected.to(weights.dtype), 1.0)
 
     def _by_scores(self, logits: Tensor, weights: Tensor, top: Tensor, chosen: Tensor) -> None:
         """The weights of the chosen are in the ratios of their logits' sigmoids; the others have none."""
@@ -177,9 +230,7 @@ class _Mixture:
         """The weighted results of the experts, and of the one that all tokens are sent to."""
         at, module = self.place.part, self.place.module
         experts = module_at(self.evidence.bridge.original_model, join(module, self.part.experts))
-        # Behind it a norm may stand: what it returns is then seen before that, and has no factor yet.
-        later = self.step.changes_its_result
-        added = self.evidence.get(f"{at}hook_out" if later else f"{self.place.prefix}hook_{self.place.named.name}_out")
+        added = self._added(returned=False)
         if added is None:
             self.findings.inconclusive(CHOICE, f"{at}: what it returns is not seen")
             return
@@ -194,14 +245,33 @@ class _Mixture:
                 result = result + expert_bias(experts, e, "W_out", self.part.layers).detach().double()
             total.index_add_(0, rows, result * top[rows, rank].double()[:, None])
         total = total * self.part.factor
-        if self.part.shared:
-            result_of = self.evidence.get(f"{at}shared_expert.hook_out")
-            shared = result_of.flatten(0, 1).double() if result_of is not None else torch.zeros_like(total)
-            if self.part.shared_gate:
-                gate = self.evidence.get(f"{at}shared_expert_gate.hook_out")
-                function = GATE_FUNCTIONS[self.part.shared_gate.function]
-                shared = shared * (function(gate.flatten(0, 1).double()) if gate is not None else 0)
-            total = total + shared * self.part.shared_factor
-        if not later:
+        total = total + self._shared(total)
+        if not self.step.changes_its_result:
             total = self.step.added(total, module_at(self.evidence.bridge.original_model, self.place.path))
         self.findings.equal(CHOICE, f"{at}(sum)", added, like(total.to(added.dtype), added))
+
+    def _added(self, *, returned: bool = True) -> Tensor | None:
+        """What the mixture returns, or, where nothing stands between, what is added to the stream."""
+        # Behind it a norm may stand: what it returns is then seen before that, and has no factor yet.
+        if self.step.changes_its_result:
+            return self.evidence.get(f"{self.place.part}hook_out")
+        added = self.evidence.get(f"{self.place.prefix}hook_{self.place.named.name}_out")
+        constant = self.step.last_factor
+        if not returned or added is None or constant in (None, 1.0):
+            return added
+        block = module_at(self.evidence.bridge.original_model, self.place.path)
+        for link in reversed(self.step.output_transform):
+            added = link.undone(added, block)
+        return added
+
+    def _shared(self, like: Tensor) -> Tensor:
+        """What the expert that all tokens are sent to adds, ``[token, d_model]``."""
+        if not self.part.shared:
+            return torch.zeros_like(like)
+        result_of = self.evidence.get(f"{self.place.part}shared_expert.hook_out")
+        shared = result_of.flatten(0, 1).double() if result_of is not None else torch.zeros_like(like)
+        if self.part.shared_gate:
+            gate = self.evidence.get(f"{self.place.part}shared_expert_gate.hook_out")
+            function = GATE_FUNCTIONS[self.part.shared_gate.function]
+            shared = shared * (function(gate.flatten(0, 1).double()) if gate is not None else 0)
+        return shared * self.part.shared_factor

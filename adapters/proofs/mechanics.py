@@ -38,6 +38,8 @@ class Mechanics:
         self.tokens, self.more, self.tolerance = tokens, more, tolerance
         self.hooks_before = self.count_hooks()
         self.names = list(bridge.hook_dict)
+        #: Those inside of experts that none of these tokens was sent to.
+        self.idle: set[str] = set()
         #: The most that writing back has changed the logits by.
         self.written_by = 0.0
 
@@ -166,6 +168,7 @@ class Mechanics:
         for name, shapes in seen.items():
             axes = self.bridge.hook_dict[name].point.axes.split()
             if not shapes and axes[0] == "row" and ".experts." in name:
+                self.idle.add(name)
                 continue  # an expert that is a module, to which none of these tokens was sent
             sizes = self.expected_shape(axes, first)
             if len(shapes) != 1:
@@ -301,6 +304,7 @@ class Mechanics:
                 projection, z = module_at(self.model, path), cache[f"{at}hook_z"]
                 bias = bias_of(projection, z.flatten(-2))
                 made = recording.of(module_path(path))[call_number(path) or 0].output
+                made = made.transpose(0, 1) if place.stack.positions_first else made
                 yield f"{at}hook_z", head_results(projection, z).sum(-2) + bias, made
                 bias = bias if step.post else step.added(bias, module_at(self.model, place.path))
                 yield f"{at}hook_result", cache[f"{at}hook_result"].sum(-2) + bias, cache[ends[at]]

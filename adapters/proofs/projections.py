@@ -130,25 +130,26 @@ class _Columns:
             self.findings.holds(CLAIM, f"{self.place.part}hook_{missing[0]}", False, "its projection did not run")
             return
         outputs = {letter: call.result for letter, call in calls.items() if call and call.result is not None}
-        reaches = gradients_of_scores(
-            self.scores,
-            [outputs["q"], outputs["k"]],
-            query=self.query,
-            keys=keys,
-            query_pos=self.query_pos,
-            key_pos=self.key_pos,
-        )
         z = by_position(self.z, self.batch, self.query_pos)
         if z is None or z.shape[-1] % self.n_heads:
             self.findings.holds(CLAIM, f"{self.place.part}hook_z", False, f"z of shape {list(self.z.shape)}")
             return
-        values = gradients_of_z(
-            z.unflatten(-1, (self.n_heads, -1)), [outputs["v"]], query=self.query, key_pos=self.key_pos
-        )[0]
-        for letter, found in (("q", reaches.from_query[0]), ("k", reaches.from_keys[1]), ("v", values)):
+        reached = self._reached(outputs, z.unflatten(-1, (self.n_heads, -1)), self.query, keys)
+        for query in range(4, self.query) if self.part.clip is not None else ():  # what is clamped has no gradient
+            more = self._reached(outputs, z.unflatten(-1, (self.n_heads, -1)), query, [query - 3, query - 1])
+            reached = {letter: _either(mask, more[letter]) for letter, mask in reached.items()}
+        for letter, found in reached.items():
             call = calls[letter]
             assert call is not None
             self.compare(letter, call, outputs[letter], found)
+
+    def _reached(self, outputs: dict[str, Tensor], z: Tensor, query: int, keys: list[int]) -> dict[str, Tensor | None]:
+        """Which columns of queries, keys and values reach each head at a query."""
+        positions = {"query_pos": self.query_pos, "key_pos": self.key_pos}
+        made = [outputs["q"], outputs["k"]]
+        reaches = gradients_of_scores(self.scores, made, query=query, keys=keys, **positions)
+        values = gradients_of_z(z, [outputs["v"]], query=query, key_pos=self.key_pos)[0]
+        return {"q": reaches.from_query[0], "k": reaches.from_keys[1], "v": values}
 
     def made(self, letter: str) -> ModuleCall | None:
         """What the hook point of a letter stands on, or the norm over all heads at once that follows it."""
@@ -199,6 +200,10 @@ class _Columns:
         if shown.ndim != 4 or shown.is_floating_point() or self.n_heads % shown.shape[2]:
             return None
         return shown[0, 0].long()
+
+
+def _either(mask: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return other if mask is None else mask if other is None else mask | other
 
 
 def _columns(mask: Tensor) -> str:

@@ -73,7 +73,7 @@ class Proof:
         """Each is seen once, and a cache keeps it."""
         failed = self.mechanics.seen_once(names)
         if not failed:
-            self.mechanics.cache(names)
+            self.mechanics.cache([name for name in names if name not in self.mechanics.idle])
         return failed
 
     def _shown_of_few(self, names: list[str]) -> dict[str, str]:

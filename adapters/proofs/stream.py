@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -128,10 +128,7 @@ def _entries(place: LayerStep) -> list[str]:
         return [join(part.path, path) for path in dict.fromkeys(inside)]
     if step.entry is not None:
         return [step.entry] if step.entry else []
-    if part.path:
-        return [part.path]
-    assert isinstance(part, MLP)
-    return list(dict.fromkeys(p.path for p in (part.up, part.gate) if p))
+    return [part.path] if part.path else list(step.readers)
 
 
 def _reads_encoder(evidence: Evidence, findings: Findings, place: LayerStep, part: Attention) -> None:
@@ -238,9 +235,10 @@ def _chain(evidence: Evidence, findings: Findings, stack: Stack) -> None:
         if stack.every_block[0].ends:
             continue  # no module returns it
         output = call.output if call else None
-        length = len(output) if isinstance(output, tuple | list) else 1
+        several = isinstance(output, tuple | list | Mapping)
+        length = len(output) if isinstance(output, tuple | list | Mapping) else 1
         key, expected = stack.output
-        fits = length == expected and isinstance(output, tuple | list) == (key is not None)
+        fits = length == expected and several == (key is not None)
         findings.holds(
             CHAIN,
             f"{prefix}(output)",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from adapters.imports.versions import known_error
+from adapters.inputs.arguments import may_take
 from adapters.inputs.made import Given
 from adapters.observe.errors import WRONG, one_line
 from adapters.observe.modes import evaluating, outside_of_modes
@@ -169,7 +170,10 @@ def _proofs_on(subject: Bridge, level: str, inputs: Given | None, *, half: bool)
     if level == "full":
         if not tokens.is_floating_point():  # what is padding among images and sound is the model's own business
             padded = more | _padded(tokens)
-            findings.attempt(PATTERN, lambda: prove_attention(randomized_run(subject, tokens, padded), findings))
+            if why := _why_no_padding(subject, tokens, padded):
+                findings.inconclusive(PATTERN, f"padding: {why}")
+            else:
+                findings.attempt(PATTERN, lambda: prove_attention(randomized_run(subject, tokens, padded), findings))
         tokens, more = some_tokens(subject, rows, pos, 1, inputs)
         findings.attempt(COLUMNS, lambda: prove_projections(with_graph(subject, tokens, more), findings))
     else:
@@ -182,6 +186,17 @@ def _padded(tokens: Tensor) -> dict[str, Tensor]:
     mask = torch.ones_like(tokens)
     mask[0, :3] = 0
     return {"attention_mask": mask}
+
+
+def _why_no_padding(bridge: Bridge, tokens: Tensor, padded: dict[str, Tensor]) -> str:
+    """Why a model cannot be told what is padding, by a mask of two axes; "" where it can."""
+    if not may_take(bridge.core, "attention_mask"):
+        return "it takes no attention_mask"
+    try:
+        bridge.run_with_hooks(tokens, fwd_hooks=[], **padded)
+    except WRONG as error:
+        return f"it takes no attention_mask of two axes ({one_line(error)})"
+    return ""
 
 
 def _why_probe_copy(bridge: Bridge) -> list[str]:

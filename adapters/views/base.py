@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adapters.views.given import place_of_input
+
 #: What a module is called with.
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -22,6 +24,7 @@ class Call:
         args, kwargs: what it was called with.
         sources: for each of the point's source sites, the module that was called there and the tensor seen there.
         scratch: a dictionary shared by the points that stand on this site, for this call only.
+        private: the tensor at the site was made for the one hook point there: nobody else holds it.
     """
 
     module: nn.Module
@@ -29,11 +32,16 @@ class Call:
     kwargs: Kwargs
     sources: tuple[tuple[nn.Module, Tensor], ...] = ()
     scratch: dict[str, Any] = field(default_factory=dict)
+    private: bool = False
 
     @property
     def input(self) -> Tensor:
-        """The first argument of the module."""
-        return self.args[0] if self.args else self.kwargs["hidden_states"]
+        """The first tensor that the module is given."""
+        if self.args and isinstance(self.args[0], Tensor):
+            return self.args[0]
+        place = place_of_input(self.module, self.args, self.kwargs)
+        found: Tensor = self.args[place] if isinstance(place, int) else self.kwargs[place or ""]
+        return found
 
     def without_graph(self) -> Call:
         """The same call, of tensors that hold no graph: for what is kept."""
@@ -76,15 +84,21 @@ class Deferred:
         """Whether it keeps more in memory than the activation would take."""
         return self.view.contextual
 
-    def _at_site(self) -> Tensor:
-        """The tensor at its site."""
-        return self.x
+    @property
+    def n_rows(self) -> int:
+        """How many rows it has, where its view sees each by itself."""
+        return self.x.shape[-2]
 
-    def value(self, name: str) -> Tensor:
+    def _at_site(self, rows: slice | Tensor | None) -> Tensor:
+        """The tensor at its site, or some of its rows."""
+        return self.x if rows is None else self.x[..., rows, :]
+
+    def value(self, name: str, rows: slice | Tensor | None = None) -> Tensor:
         """The activation.
 
         Args:
             name: of the hook point, for the error.
+            rows: which of its rows, where its view sees each by itself; None: all.
 
         Raises:
             RuntimeError: what it is computed from was changed in place since.
@@ -92,7 +106,7 @@ class Deferred:
         if self._versions() != self._seen:
             raise RuntimeError(f"{name} cannot be computed any more: what it is made from was changed in place")
         with torch.inference_mode(self.x.is_inference()), torch.no_grad():  # as in the run
-            return self.view.get(self._at_site(), self.call)
+            return self.view.get(self._at_site(rows), self.call)
 
 
 class View:
@@ -106,6 +120,8 @@ class View:
     deferrable: bool = False
     #: True where the model writes over the site's tensor afterwards: `get` cannot wait.
     at_once: bool = False
+    #: True where `get` computes each row ``[..., row, :]`` from the same row of the site's tensor alone.
+    by_row: bool = False
     #: The parameters of the module, an entry for each head, that `get` and `put` look for in ``call.scratch``, and then
     #: in the module: where processes share the heads, the module has those of some heads.
     parameters: tuple[str, ...] = ()

@@ -20,6 +20,7 @@ class MaskedScores(View):
 
     identity = False
     deferrable = True
+    by_row = True
 
     def masked(self, x: Tensor) -> Tensor:
         # Some models scale the filler, too. In float16 there is not much room for that.
@@ -50,7 +51,7 @@ class AlibiScores(MaskedScores):
     differs by rounding. The module is given ``alibi``, ``[(batch head), 1, key_pos]``.
     """
 
-    deferrable = False
+    deferrable = by_row = False
 
     @staticmethod
     def at_query(x: Tensor, call: Call) -> Tensor:
@@ -72,6 +73,7 @@ class SinkPattern(View):
     """
 
     identity = False
+    by_row = True
 
     def __init__(self, sinks: str) -> None:
         self.sinks = sinks
@@ -100,6 +102,7 @@ class SinkScores(View):
 
     def __init__(self, inner: View, sinks: str) -> None:
         self.inner, self.sinks = inner, sinks
+        self.by_row = inner.identity or inner.by_row
         self.parameters = (sinks,)
 
     def taken(self, x: Tensor, call: Call) -> Tensor:

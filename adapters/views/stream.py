@@ -32,7 +32,8 @@ class Affine:
 
     Attributes:
         factor: a constant.
-        weight, plus: parameters of the block, by their paths in it: ``[d_model]``, or one number.
+        weight, plus: parameters of the block, by their paths in it: ``[d_model]``, or one number. `plus` may be a table
+            with a row for each place, or a buffer.
         squashed: it is the weight's `tanh` that is multiplied with (a gate).
     """
 
@@ -54,7 +55,7 @@ class Affine:
     def of(self, x: Tensor, block: nn.Module) -> Tensor:
         """What it makes of a tensor ``[..., d_model]``."""
         y = self.linear(x, block)
-        return y if self.plus is None else y + block.get_parameter(self.plus)
+        return y if self.plus is None else y + self._plus(block, y)
 
     def undone(self, y: Tensor, block: nn.Module) -> Tensor:
         """The tensor that it makes this one of.
@@ -71,8 +72,14 @@ class Affine:
                     f"{weight.numel()}: what is added to the stream cannot be changed behind it, nor has it a gradient "
                     "there. Use what the part puts out before it, its own hook_out"
                 )
-        y = y if self.plus is None else y - block.get_parameter(self.plus)
+        y = y if self.plus is None else y - self._plus(block, y)
         return y / (self.factor if weight is None else weight)
+
+    def _plus(self, block: nn.Module, like: Tensor) -> Tensor:
+        """What is added to a tensor ``[..., d_model]``, or ``[batch, pos, d_model]``."""
+        holder, _, name = (self.plus or "").rpartition(".")
+        held: Tensor = getattr(block.get_submodule(holder), name)
+        return held if held.ndim < 2 else held.reshape(-1, held.shape[-1])[: like.shape[-2]]
 
     def _weight(self, block: nn.Module) -> Tensor | None:
         if self.weight is None:
@@ -188,9 +195,17 @@ class SeveralStreams(View):
         return new if x.ndim == 4 else new.flatten(-2)
 
 
+@dataclass(frozen=True, repr=False)
 class PositionsFirst(View):
-    """``pos batch ... -> batch pos ...`` (XLNet)."""
+    """``pos batch ... -> batch pos ...`` (XLNet).
 
+    Attributes:
+        embeddings: of a stack, whether the embeddings before its blocks are given positions first, too.
+        end: likewise the norm behind them and the output layer (ChatGLM 2, whose embeddings are not).
+    """
+
+    embeddings: bool = True
+    end: bool = False
     identity = False
 
     def get(self, x: Tensor, call: Call) -> Tensor:
@@ -210,6 +225,18 @@ class FlatRows(View):
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         return new if x.ndim == 3 else new.flatten(0, 1)
+
+
+class Rows(View):
+    """``... row d -> row d``: what an expert is given may have axes of one (Hunyuan)."""
+
+    identity = False
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        return x if x.ndim == 2 else x.flatten(0, -2)
+
+    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        return new if x.ndim == 2 else new.view(*x.shape[:-1], new.shape[-1])
 
 
 class Composed(View):

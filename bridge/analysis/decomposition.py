@@ -16,7 +16,7 @@ from adapters.config import is_language_part
 from adapters.linear import weight_in_out
 from adapters.mixers.part import Mixer
 from adapters.stream_ends import Embedding
-from bridge.analysis.layer_outputs import bias_written, neuron_labels, results_of_heads, results_of_neurons
+from bridge.analysis.layer_outputs import Room, bias_written, neuron_labels, results_of_heads, results_of_neurons
 from bridge.analysis.requirements import Activations, Index, layer_of, pick, plain, refuse_no_sum, require
 from bridge.analysis.residual_norms import PostNorm, StreamNorm, gradients_of, norm_of, post_norm
 from bridge.hooks.act_names import last_stream
@@ -32,11 +32,13 @@ class Term:
         group: what kind of part wrote it.
         labels: one for each component.
         value: ``[component, *batch_pos, d_model]``.
+        room: the memory that it may stand in, with others.
     """
 
     group: Group
     labels: list[str]
     value: Tensor
+    room: Room | None = None
 
 
 @dataclass
@@ -56,6 +58,7 @@ class _Walk:
         self.model = self.cache.model
         self.terms: list[Term] = []
         self.bias: Tensor | None = None
+        self.room: Room | None = None
         self.begins = self.model.architecture.embedding
         if not self.begins.tokens:  # images, whose first stream is one term
             self.begins = Embedding(module=self.begins.module)
@@ -222,7 +225,7 @@ class _Walk:
             self.terms.append(Term(group, [f"{layer}_{part}_out"], out[None]))
             return
         if group == "attn":
-            value = results_of_heads(self.cache, layer, self.pos_slice).movedim(-2, 0)
+            value = results_of_heads(self.cache, layer, self.pos_slice, self.room).movedim(-2, 0)
             labels = [f"L{layer}H{head}" for head in range(len(value))]
         else:
             kept = plain(self.neuron_slice)
@@ -237,7 +240,7 @@ class _Walk:
             scale = self.scale(norm)
             value = norm.linear(value, scale)
             bias = None if bias is None else norm.linear(bias.to(scale.device), scale)
-        self.terms.append(Term(group, labels, value))
+        self.terms.append(Term(group, labels, value, self.room))
         for more in (bias, norm.constant if norm and self.biases else None):
             if more is not None:
                 self.add_constant(more.to(value.device))
@@ -260,6 +263,8 @@ class _Walk:
 
     def go(self, layer: int, mlp_input: bool) -> None:
         self.begin()
+        if self.heads and list(self.groups) == ["attn"]:
+            self.room = Room(layer)
         for index in range(layer):
             self.images(index)
             for named in self.steps(index):
@@ -358,7 +363,9 @@ def stacked(
     for term in terms[1:]:
         dtype = torch.promote_types(dtype, term.value.dtype)
     device = terms[0].value.device
-    return torch.cat([term.value.to(device, dtype) for term in terms]), labels
+    values = [term.value.to(device, dtype) for term in terms]
+    whole = None if terms[0].room is None else terms[0].room.whole(values)
+    return torch.cat(values) if whole is None else whole, labels
 
 
 def at_the_end(

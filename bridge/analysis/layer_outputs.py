@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -24,8 +25,53 @@ def _to_module(x: Tensor, module: nn.Module) -> Tensor:
     return x if parameter is None or parameter.device.type == "meta" else x.to(parameter.device)
 
 
+class Room:
+    """Memory for what the heads of several layers write, one behind the other: nothing is copied to stack them.
+
+    Args:
+        n_layers: how many layers there are.
+    """
+
+    def __init__(self, n_layers: int) -> None:
+        self._n_layers, self._taken = n_layers, 0
+        self._memory: Tensor | None = None
+
+    def take(self, z: Float[Tensor, "1 rows n_heads d_head"], d_model: int) -> Tensor | None:
+        """``[n_heads, rows, d_model]`` for the next layer; None with gradients, or where it is of another shape.
+
+        Args:
+            z: what its output projection reads.
+            d_model: the width of what it writes.
+        """
+        _, rows, heads, _ = z.shape
+        if self._memory is None:
+            self._memory = z.new_empty(self._n_layers * heads, rows, d_model)
+        memory, start = self._memory, self._taken
+        fits = memory.shape[1:] == (rows, d_model) and memory.dtype == z.dtype and memory.device == z.device
+        if torch.is_grad_enabled() or not fits or start + heads > len(memory):
+            return None
+        self._taken += heads
+        return memory[start : self._taken]
+
+    def whole(self, parts: Sequence[Tensor]) -> Tensor | None:
+        """The parts in one tensor, where they are all that stands here, in turn; else None.
+
+        Args:
+            parts: ``[n_heads, *batch_pos, d_model]``, alike but for the first axis.
+        """
+        memory = self._memory
+        at = 0 if memory is None else memory.data_ptr()
+        for part in parts:
+            if memory is None or part.data_ptr() != at or not part.is_contiguous():
+                return None
+            at += part.numel() * part.element_size()
+        if memory is None or at != memory.data_ptr() + memory.numel() * memory.element_size():
+            return None
+        return memory.view(-1, *parts[0].shape[1:])
+
+
 def results_of_heads(
-    cache: Activations, layer: int, pos_slice: Index = None
+    cache: Activations, layer: int, pos_slice: Index = None, room: Room | None = None
 ) -> Float[Tensor, "*batch_pos n_heads d_model"]:
     """What each head of a layer writes, without the output bias: the cached `hook_result`, or computed from `hook_z`.
 
@@ -35,6 +81,7 @@ def results_of_heads(
         cache: an `ActivationCache`.
         layer: the block.
         pos_slice: which positions.
+        room: memory for the results of this layer and others.
 
     Raises:
         MissingActivationsError: neither is cached.
@@ -51,11 +98,11 @@ def results_of_heads(
     if name in cache:
         return pick(cache[name], pos_slice, -3)
     (z,) = require(cache, [f"blocks.{layer}.attn.hook_z"])
-    return written_by_heads(cache, layer, pick(z, pos_slice, -3))
+    return written_by_heads(cache, layer, pick(z, pos_slice, -3), room)
 
 
 def written_by_heads(
-    cache: Activations, layer: int, z: Float[Tensor, "*any n_heads d_head"]
+    cache: Activations, layer: int, z: Float[Tensor, "*any n_heads d_head"], room: Room | None = None
 ) -> Float[Tensor, "*any n_heads d_model"]:
     """What each head of a layer writes for a `hook_z` that is given, without the output bias.
 
@@ -63,6 +110,7 @@ def written_by_heads(
         cache: an `ActivationCache`.
         layer: the block.
         z: what the output projection reads.
+        room: memory for the results of this layer and others.
 
     Raises:
         ValueError: the output projection has other weights now than in the run.
@@ -77,9 +125,10 @@ def written_by_heads(
     """
     module = cache.module_of_the_run(f"blocks.{layer}.attn.hook_z")
     rows = _to_module(z, module).reshape(1, -1, *z.shape[-2:])
-    with gradients_of(z):
-        results = head_results(module, rows).reshape(*z.shape[:-1], -1).to(z.device)
     factor = _factor(cache.model, layer, "attn")
+    with gradients_of(z):
+        out = None if room is None or factor != 1 else room.take(rows, cache.model.cfg.d_model)
+        results = head_results(module, rows, out).reshape(*z.shape[:-1], -1).to(z.device)
     return results if factor == 1 else results * factor
 
 

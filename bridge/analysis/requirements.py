@@ -178,6 +178,8 @@ def plain(index: Index) -> Plain:
         >>> plain((2, 5)), plain(torch.tensor(3))
         (slice(2, 5, None), 3)
     """
+    if index is None or isinstance(index, int | slice | list):
+        return index  # a protocol takes longer to ask about
     chosen = index.slice if isinstance(index, HasSlice) else index
     if isinstance(chosen, tuple):
         return slice(*chosen)

@@ -28,6 +28,7 @@ from adapters.model import Automatic, is_inferred
 from adapters.observe.errors import WRONG, one_line
 from adapters.offloaded import has_weights
 from adapters.paths import base_path, join
+from adapters.plain_model import with_interface
 from adapters.registry import UnsupportedModelError, has_declaration, inherits_declaration, is_declared
 from bridge.facade.report import report
 from bridge.facade.support_report import SupportReport, modules_without_points
@@ -91,6 +92,7 @@ class WrappedModel(nn.Module):
                 f"tokenizer is {tokenizer!r}, which is no Hugging Face tokenizer; "
                 "transformers.AutoTokenizer.from_pretrained(name_or_path) loads one"
             )
+        hf_model = with_interface(hf_model) if automatic or declaration is not None else hf_model
         self.original_model = hf_model
         self.tokenizer: PreTrainedTokenizerBase | None = tokenizer
         asking = partial(_asking, compare_edits, patience)

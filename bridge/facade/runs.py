@@ -116,7 +116,8 @@ class RunMethods(HookMethods, TokenMethods):
             incl_bwd: also run the loss (``return_type="loss"``) backward and keep gradients, under name + ``_grad``.
                 No parameter's ``.grad`` is touched.
             pos_slice: which positions to keep (of the queries, for scores and patterns): an index, a slice, a tuple
-                ``(start, stop)``, which means the same, or a list of indices.
+                ``(start, stop)``, which means the same, or a list of indices. Scores and patterns of other queries are
+                not computed where the kernel does not; they differ from a part of the whole by rounding.
             device: where to keep them; None: where they are. The model does not wait for the copies.
             reset_hooks_end: False leaves the caching hooks: later runs fill the same cache, until `reset_hooks`.
             clear_contexts: empty every hook point's `ctx` afterwards.

@@ -311,11 +311,8 @@ class HookPoint:
         visible = CURRENT.get().visible
         for listener in self.listeners:
             if listener.scope in visible:
-                if (
-                    view.deferrable
-                    and listener.deferrable
-                    and not (copy or torch.is_grad_enabled() or x.is_inference())
-                ):
+                waits = listener.deferrable and not (copy or torch.is_grad_enabled() or x.is_inference())
+                if view.deferrable and (waits or (listener.partial and view.by_row)):
                     listener.fn(Deferred(view, x, call), hook=self)
                     continue
                 if view.identity:
@@ -381,7 +378,8 @@ class HookPoint:
             copy: the tensor will be written to afterwards.
             view: how the activation is seen.
         """
-        act, changed = self._asked(mine, self._seen(x, call, copy, view), now, view)
+        own = call.private and len(mine) == 1 and view.identity and not torch.is_grad_enabled()
+        act, changed = self._asked(mine, self._seen(x, call, copy, view), now, view, own)
         return self._put(x, act, changed, call, now, view)
 
     @staticmethod
@@ -392,18 +390,21 @@ class HookPoint:
             return act.to_dense()
         return act.clone() if copy or view.writes_through else act
 
-    def _asked(self, mine: Sequence[Listener], act: Tensor, now: Pass, view: View) -> tuple[Tensor, bool]:
+    def _asked(
+        self, mine: Sequence[Listener], act: Tensor, now: Pass, view: View, own: bool = False
+    ) -> tuple[Tensor, bool]:
         """What listeners make of the activation, in turn, and whether anything came of it.
 
         Each function is shown a copy of its own, so that nothing that somebody holds can change under it, and the next
-        one a copy of that: what one was shown is on the way to what the next one sees.
+        one a copy of that: what one was shown is on the way to what the next one sees. An activation that is its `own`
+        needs no copy.
         """
         shown: list[Tensor] = []
         changed = kept = False
         for listener in mine:
             new: Tensor | None = None
             if listener.kind == "fwd":
-                given = copy_to_show(act, shown, self.one_tensor and not kept)
+                given = act if own else copy_to_show(act, shown, self.one_tensor and not kept)
                 act, made = self._ask(listener, given, act, now, view)
                 changed = changed or made
                 keep_gradients_of_all(given, shown)

@@ -54,6 +54,8 @@ class Listener:
         permanent, level: what `reset_hooks` asks for.
         named: its hook point was chosen by name, not by a filter.
         deferrable: of a ``read``: it takes a `Deferred` in place of an activation that would have to be computed.
+        partial: of a ``read``: it takes a `Deferred` whose rows it can have computed, and has those that it keeps
+            computed at once.
         optional: of a ``read``: where there is nothing to see, it does without, and a warning says so.
 
     Attributes:
@@ -61,7 +63,7 @@ class Listener:
             an attribute of this name.
     """
 
-    __slots__ = ("deferrable", "fn", "in_run", "kind", "level", "named", "optional", "permanent", "scope")
+    __slots__ = ("deferrable", "fn", "in_run", "kind", "level", "named", "optional", "partial", "permanent", "scope")
 
     def __init__(
         self,
@@ -73,7 +75,8 @@ class Listener:
         deferrable: bool = False,
         named: bool = False,
         optional: bool = False,
+        partial: bool = False,
     ) -> None:
         self.in_run, self.named, self.optional = getattr(fn, "in_run", False) is True, named, optional
         self.kind, self.fn, self.scope = kind, fn, scope
-        self.permanent, self.level, self.deferrable = permanent, level, deferrable
+        self.permanent, self.level, self.deferrable, self.partial = permanent, level, deferrable, partial

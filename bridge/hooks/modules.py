@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from adapters.paths import call_number, missing_module_message, module_path, token_embedding
 from adapters.views import Args, Kwargs
+from adapters.views.given import place_of_input
 
 
 @functools.cache
@@ -39,10 +41,11 @@ def argument(module: nn.Module, args: Args, kwargs: Kwargs, name: int | str | No
     Args:
         module: which is called.
         args, kwargs: with these.
-        name: of the argument, which is the key of an input's site; None: the first.
+        name: of the argument, which is the key of an input's site; None: the first that is a tensor.
     """
     if name is None:
-        place: int | str = 0 if args else first_parameter(type(module).forward)
+        found = place_of_input(module, args, kwargs)
+        place: int | str = first_parameter(type(module).forward) if found is None else found
     else:
         place = name if name in kwargs else place_of_argument(type(module).forward, str(name))
     return (args[place] if isinstance(place, int) else kwargs[place]), place
@@ -53,6 +56,20 @@ def with_argument(args: Args, kwargs: Kwargs, place: int | str, new: Tensor) -> 
     if isinstance(place, int):
         return (*args[:place], new, *args[place + 1 :]), kwargs
     return args, {**kwargs, place: new}
+
+
+def element_of(output: Any, place: int) -> Any:
+    """An element of what a module returns: a tuple, a list, or a dictionary, whose values are counted."""
+    return list(output.values())[place] if isinstance(output, Mapping) else output[place]
+
+
+def with_element(output: Any, place: int, new: Any) -> Any:
+    """What a module returns, with something else in the place of an element."""
+    if isinstance(output, Mapping):
+        made: Any = copy.copy(output)
+        made[list(output)[place]] = new
+        return made
+    return type(output)((*output[:place], new, *output[place + 1 :]))
 
 
 class Finder:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 from adapters.paths import module_path
 from bridge.hooks.act_names import act_name
+from bridge.hooks.filter_functions import what_it_depends_on
 from bridge.hooks.hook_point import HookPoint
 
 #: What chooses hook points: nothing (all), a name, several names, or a function of the name.
@@ -48,10 +49,12 @@ class Names:
     def __init__(self, points: dict[str, HookPoint], not_offered: Mapping[str, str] | None = None) -> None:
         self.points, self._not_offered = points, not_offered or {}
         self._aliases: dict[str, str] | None = None
+        self._remembered: dict[Hashable, tuple[int, tuple[HookPoint, ...]]] = {}
 
     def refresh(self) -> None:
         """Looks at the hook points anew: some came or went."""
         self._aliases = None
+        self._remembered.clear()
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -120,6 +123,24 @@ class Names:
         ]
         return f" A name says the layer: {'; '.join(hints[:3])}." if hints else ""
 
+    def _accepted(self, names: Callable[[str], bool]) -> list[HookPoint]:
+        """The hook points that a function accepts: remembered, where it can only answer the same again."""
+        asked = what_it_depends_on(names)
+        known = None if asked is None else self._remembered.get(asked)
+        if known is not None and known[0] == len(self.points):
+            return list(known[1])
+        chosen = [hook for hook in self.points.values() if names(hook.name) or any(map(names, hook.point.aliases))]
+        if not chosen:
+            raise ValueError(
+                f"the filter {getattr(names, '__name__', names)!r} matches none of the {len(self.points)} "
+                f"hook points, such as {', '.join(list(self.points)[:3])}"
+            )
+        if asked is not None:
+            if len(self._remembered) >= 32:
+                self._remembered.clear()
+            self._remembered[asked] = len(self.points), tuple(chosen)
+        return chosen
+
     def select(self, names: NamesFilter, include_heavy: Callable[[HookPoint], bool]) -> list[HookPoint]:
         """The hook points that a filter chooses, in the order of the computation.
 
@@ -142,13 +163,7 @@ class Names:
         if isinstance(names, str):
             return [self.find(names)]
         if callable(names):
-            chosen = [hook for hook in self.points.values() if names(hook.name) or any(map(names, hook.point.aliases))]
-            if not chosen:
-                raise ValueError(
-                    f"the filter {getattr(names, '__name__', names)!r} matches none of the {len(self.points)} "
-                    f"hook points, such as {', '.join(list(self.points)[:3])}"
-                )
-            return chosen
+            return self._accepted(names)
         if isinstance(names, Sequence):
             for name in names:
                 if not isinstance(name, str):

@@ -71,7 +71,7 @@ class _CallInProgram:
         """The hook points on these channels: the program listens to all of its own."""
         return [step.hook for channel in channels for step in self.tap.steps.get(channel, ())]
 
-    def show(self, channel: str, x: Tensor) -> Tensor:
+    def show(self, channel: str, x: Tensor, private: bool = False) -> Tensor:
         """Shows a tensor to the hook points of a channel, and returns what they make of it."""
         return self.tap.show(channel, x, self.call, self.program_pass)
 

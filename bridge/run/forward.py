@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapters.inputs.arguments import gives_cache, takes
+from adapters.inputs.arguments import gives_cache, may_take, takes
 from adapters.paths import learns_prompt, token_embedding
 from bridge.hooks.context import ForwardPass, forward_pass
 from bridge.hooks.listener import Scope
@@ -122,7 +122,10 @@ class PreparedPass:
             if start is not None:
                 stands_in = self._until_the_end().enter_context(_starting(bridge, run, asked.input, start))
                 asked = replace(asked, input=stands_in)
-                if asked.model_kwargs.get("past_key_values") is None:  # Whisper's decoder leaves it out with False
+                told = may_take(bridge.core, "use_cache")
+                if (
+                    told and asked.model_kwargs.get("past_key_values") is None
+                ):  # Whisper's decoder leaves it out with False
                     asked.model_kwargs.setdefault("use_cache", False)
             self.inputs = prepare(bridge, asked)
             if listening or "inputs_embeds" in self.inputs.kwargs:
@@ -217,7 +220,10 @@ def _starting(bridge: RunnableBridge, run: ForwardPass, input: Input | None, sta
     else:
         begins = layer_range.entering(run, blocks[0], input)
     with begins:
-        yield layer_range.placeholder(input, token_embedding(bridge.core))
+        if may_take(bridge.core, "inputs_embeds"):
+            yield layer_range.placeholder(input, token_embedding(bridge.core))
+        else:
+            yield torch.zeros(input.shape[:-1], dtype=torch.long, device=input.device)
 
 
 def _stopped(bridge: RunnableBridge, run: ForwardPass, inputs: Inputs, stop: int) -> Tensor:

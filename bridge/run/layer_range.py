@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from bridge.hooks.context import CURRENT, ForwardPass
-from bridge.hooks.modules import first_parameter
+from bridge.hooks.modules import argument, element_of, with_argument
 
 
 class StopRun(BaseException):
@@ -61,7 +61,7 @@ class _Bypass:
             hidden.used = True
             return hidden.value
         if hidden is None:
-            hidden = args[0] if args else kwargs[first_parameter(type(self.block).forward)]
+            hidden = argument(self.block, args, kwargs, None)[0]
         if self.key is None:
             return hidden
         rest = [kwargs.get("state"), None]  # RWKV hands a list of every block's state from one to the next
@@ -128,9 +128,7 @@ def entering(run: ForwardPass, block: nn.Module, residual: Tensor) -> Iterator[N
     def replace(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if CURRENT.get().run is not run:
             return None
-        if args:
-            return (residual, *args[1:]), kwargs
-        return args, kwargs | {first_parameter(type(module).forward): residual}
+        return with_argument(args, kwargs, argument(module, args, kwargs, None)[1], residual)
 
     handle = block.register_forward_pre_hook(replace, with_kwargs=True, prepend=True)
     try:
@@ -153,11 +151,11 @@ def stopping(run: ForwardPass, block: nn.Module, after: bool, key: int | None) -
 
     def before_it(module: nn.Module, args: Any, kwargs: Any) -> None:
         if CURRENT.get().run is run:
-            raise StopRun(args[0] if args else kwargs[first_parameter(type(module).forward)])
+            raise StopRun(argument(module, args, kwargs, None)[0])
 
     def after_it(module: nn.Module, args: Any, output: Any) -> None:
         if CURRENT.get().run is run:
-            raise StopRun(output if isinstance(output, Tensor) else output[key or 0])
+            raise StopRun(output if isinstance(output, Tensor) else element_of(output, key or 0))
 
     if after:
         handle: RemovableHandle = block.register_forward_hook(after_it)

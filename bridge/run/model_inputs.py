@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adapters.inputs.arguments import Takes, accepted_arguments, accepted_by, takes
+from adapters.inputs.arguments import Takes, accepted_arguments, accepted_by, may_take, takes
 from adapters.offloaded import input_device
 from adapters.paths import learns_prompt, module_at, module_path
 from bridge.hooks.context import CURRENT
@@ -106,6 +106,9 @@ def prepare(bridge: RunnableBridge, asked: Request) -> Inputs:
     tokens, mask = _taken_in(bridge, asked, kwargs, starts)
     length = (kwargs["inputs_embeds"] if tokens is None else tokens).shape[1]
     _check_further(bridge, kwargs, length)
+    if mask is not None and not may_take(bridge.core, "attention_mask"):
+        _refuse_padding(bridge, _checked_mask(mask, kwargs, length))
+        mask = None
     if mask is not None:
         mask = _checked_mask(mask, kwargs, length)
         # A model that needs an image hands what it does not know to that image's own model, too.
@@ -339,6 +342,19 @@ def places_among_tokens(mask: Tensor, counted: PositionCounting) -> Tensor:
     own_place = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
     places = torch.where(mask.bool() | (count == 0), (count - 1).clamp(min=0), own_place)
     return places if counted.first is None else places + counted.first.to(places.device)
+
+
+def _refuse_padding(bridge: RunnableBridge, mask: Tensor) -> None:
+    """Looks whether a mask that the model does not take hides nothing.
+
+    Raises:
+        ValueError: it hides something.
+    """
+    if not bool(mask.all()):
+        raise ValueError(
+            f"{bridge.cfg.model_name} takes no attention_mask, so padding would be read as tokens: run rows of one "
+            "length, without padding"
+        )
 
 
 def _checked_mask(mask: Tensor, kwargs: dict[str, Any], length: int) -> Tensor:

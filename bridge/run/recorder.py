@@ -62,13 +62,10 @@ class Recorder:
         scope = Scope()
         whole = self.pos_slice is None and self.device is None
         one = self._read if not whole else self._keep if self.everything else self._keep_compact
-        listener = Listener("read", one, scope, deferrable=whole, optional=self.everything)
-        listening = (
-            wiring.reading(self.points, listener, self._keep_all)
-            if whole
-            else _listening(wiring, self.points, listener)
-        )
-        with listening, of_the_next_run(scope):
+        partial = self.pos_slice is not None
+        listener = Listener("read", one, scope, deferrable=whole, optional=self.everything, partial=partial)
+        keep_all = self._keep_all if whole else self._read_all
+        with wiring.reading(self.points, listener, keep_all), of_the_next_run(scope):
             if not self.gradients:
                 yield
                 return
@@ -111,14 +108,27 @@ class Recorder:
                 with torch.no_grad():
                     self._keep(view.get(x, call), point)
 
+    def _read_all(
+        self, points: tuple[HookPoint, ...], x: Tensor, module: nn.Module, args: Args, kwargs: Kwargs
+    ) -> None:
+        """As `_keep_all`, of what is kept in part or elsewhere."""
+        call = _NO_CALL
+        x = x.detach() if x.requires_grad else x
+        with torch.no_grad():
+            for point in points:
+                view = point.view
+                if view.contextual and call is _NO_CALL:
+                    call = Call(module, args, kwargs)
+                self._read(x if view.identity else view.get(x, call), point)
+
     def _keep_compact(self, act: Tensor | Deferred, hook: HookPoint) -> None:
         """Keeps an activation, and nothing larger that it could be computed from."""
         if isinstance(act, Deferred) and act.keeps_more:
             act = act.value(hook.name)
         self._keep(act, hook)
 
-    def _read(self, act: Tensor, hook: HookPoint) -> None:
-        value = act.detach() if act.requires_grad else act
+    def _read(self, act: Tensor | Deferred, hook: HookPoint) -> None:
+        value = act.detach() if isinstance(act, Tensor) and act.requires_grad else act
         value = picked_positions(value, self.pos_slice, hook)
         if self.device is not None and value.device != self.device:
             self.values[hook.name] = self._copies.copy(value, self.device)

@@ -15,10 +15,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.hooks import RemovableHandle
 from transformers import Cache
 
 from adapters.gathering import Cut
 from adapters.observe.functions import FLAT_PRODUCT, PRODUCTS, SOFTMAXES
+from adapters.observe.softmaxes import SoftmaxByHand
 from adapters.offloaded import materialized
 from adapters.views import Args, Call, Kwargs
 from adapters.views.kernel_arguments import KernelArguments
@@ -26,7 +28,7 @@ from bridge.hooks.hook_point import HookPoint
 from bridge.taps.attention_call import AttentionCall, softmax_of, with_heads
 from bridge.taps.deferred_attention import DeferredAttention, autocasts
 from bridge.taps.kernels import KernelTap, implementation_of, is_looked_up, watched_kernel
-from bridge.taps.tap import RunCall, Tap, TappedCall, Watch
+from bridge.taps.tap import RunCall, Tap, TappedCall, Watch, noop_hook
 
 _PRODUCT = ("q", "k")
 _INSIDE = ("scores", "pattern")
@@ -38,6 +40,7 @@ class AttentionTap(Tap):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self._kernel = KernelTap()
+        self._slow: RemovableHandle | None = None
 
     def watched(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward when somebody listens."""
@@ -58,9 +61,18 @@ class AttentionTap(Tap):
         watch.check()
         return output
 
+    def _install(self) -> None:
+        super()._install()
+        if self._slow is None and isinstance(self.module, nn.MultiheadAttention):
+            # torch's encoder layer calls no module of a layer in which none has hooks.
+            self._slow = self.module.register_forward_hook(noop_hook)
+
     def _uninstall(self) -> None:
         super()._uninstall()
         self._leave_kernel()
+        if self._slow is not None and not (self.points or self.opened):
+            self._slow.remove()
+            self._slow = None
 
     def _leave_kernel(self) -> None:
         if not (self.points or self.opened):
@@ -88,6 +100,8 @@ class AttentionWatch(Watch):
         super().__init__(shown)
         self._kernel_alone = kernel_alone
         self._products_seen = self._inside_seen = False
+        self._begun = False  # a softmax by hand was given the scores
+        self._by_hand = SoftmaxByHand()
         self._went_by = False  # a kernel, or a softmax, while nobody listened
 
     @property
@@ -111,6 +125,8 @@ class AttentionWatch(Watch):
             return func(*args, **kwargs)
         if func in SOFTMAXES and self._inside:
             return self._softmax(func, args, kwargs)
+        if self._by_hand.takes(func, args) and (self._inside or self._begun):
+            return self._by_hand.step(func, args, kwargs, self._begins, self._ends)
         if func in PRODUCTS and _are_heads(args) and self._products:
             query, key = self._rotated(args[0], args[1].transpose(-1, -2))
             return func(query, key.transpose(-1, -2), **kwargs)
@@ -151,6 +167,18 @@ class AttentionWatch(Watch):
         scores, args = (args[0], args[1:]) if args else (kwargs.pop("input"), args)
         new = self.shown.show("scores", scores)
         return self.shown.show("pattern", softmax_of(new, scores, lambda x: func(x, *args, **kwargs)))
+
+    def _begins(self, scores: Tensor) -> Tensor:
+        if self._inside_seen:
+            return scores
+        self._begun = self._inside_seen = True
+        return self.shown.show("scores", scores)
+
+    def _ends(self, scores: Tensor, pattern: Tensor) -> Tensor:
+        if not self._begun:
+            return pattern
+        self._begun = False
+        return self.shown.show("pattern", pattern)
 
     def scaled_dot_product(self, kernel: Callable[..., Tensor], given: KernelArguments) -> Tensor:
         """Called before `scaled_dot_product_attention`.
@@ -210,8 +238,10 @@ class AttentionWatch(Watch):
 def show_scores_and_pattern(shown: TappedCall, attention: AttentionCall) -> Tensor:
     """Shows scores and pattern, and returns the pattern that is made of them."""
     scores = attention.scores()
+    if not shown.active_points(("scores",)):
+        return shown.show("pattern", attention.pattern(scores, over=True), private=True)
     new = shown.show("scores", scores)
-    return shown.show("pattern", softmax_of(new, scores, attention.pattern))
+    return shown.show("pattern", softmax_of(new, scores, attention.pattern), private=True)
 
 
 class _CallInRun(RunCall):
@@ -248,8 +278,9 @@ class _CallInRun(RunCall):
         for point in points:
             channel = str(point.point.site.key)
             for listener in point.visible_listeners():
-                if waits and listener.deferrable:
-                    listener.fn(DeferredAttention(point.view, attention, channel, call), hook=point)
+                by_row = point.view.identity or point.view.by_row
+                if (waits and listener.deferrable) or (listener.partial and by_row):
+                    listener.fn(DeferredAttention(point.view, attention, channel, call, waits), hook=point)
                     continue
                 with torch.no_grad():
                     scores = attention.scores() if scores is None else scores

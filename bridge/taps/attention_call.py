@@ -17,7 +17,7 @@ from torch.nn.functional import dropout
 
 from adapters.gathering import Cut
 from adapters.views.kernel_arguments import KernelArguments
-from bridge.taps.attention_mask import additive_mask
+from bridge.taps.attention_mask import Positions, additive_mask, causal_mask, of_queries
 
 
 @dataclass(slots=True)
@@ -34,6 +34,7 @@ class AttentionCall:
         dropout: the share of the pattern that is dropped.
         kernel: the implementation, where it is no torch function: it decides what `mask` means.
         options: what it was given besides (`softcap`, `s_aux`, `sliding_window`, `is_causal`).
+        chosen: of which queries scores and pattern are computed; None: of all.
     """
 
     query: Tensor
@@ -46,6 +47,7 @@ class AttentionCall:
     dropout: float = 0.0
     kernel: str = ""
     options: dict[str, Any] = field(default_factory=dict)
+    chosen: Positions | None = None
 
     @classmethod
     def of_torch(cls, given: KernelArguments, n_heads: int) -> AttentionCall:
@@ -86,7 +88,12 @@ class AttentionCall:
     @property
     def has_past(self) -> bool:
         """Whether there are more keys than queries."""
-        return self._queries().shape[2] != self.key.shape[2]
+        return self.n_queries != self.key.shape[2]
+
+    @property
+    def n_queries(self) -> int:
+        """How many queries there are of each head."""
+        return self._queries().shape[2]
 
     def _queries(self) -> Tensor:
         """The queries, one head each."""
@@ -101,16 +108,17 @@ class AttentionCall:
         """Keys or values, one head for each query head."""
         return x if x.shape[1] == self.n_heads else x.repeat_interleave(self.n_heads // x.shape[1], dim=1)
 
-    def _mask(self, query: Tensor) -> Tensor | None:
+    def _mask(self) -> Tensor | None:
         """What is added to the scores, or where attention is allowed."""
+        query = self._queries()
         if self.kernel:
-            return additive_mask(self.kernel, query, self.key, self.mask, self.options)
+            return additive_mask(self.kernel, query, self.key, self.mask, self.options, self.chosen)
         if self.causal:
-            return torch.ones(query.shape[2], self.key.shape[2], dtype=torch.bool, device=query.device).tril()
+            return causal_mask(query, self.key, self.chosen)
         mask = self.mask
         if mask is not None and mask.ndim == 4 and mask.shape[1] not in (1, self.n_heads):  # packed as the queries
             mask = mask.reshape(mask.shape[0], self.n_heads, -1, mask.shape[-1])
-        return mask
+        return mask if mask is None else of_queries(mask, self.chosen)
 
     def scores(self) -> Float[Tensor, "batch head pos key_pos"]:
         """The scores that enter the softmax; where attention is forbidden, a large negative number.
@@ -118,28 +126,43 @@ class AttentionCall:
         With attention sinks (``s_aux``), the last column is the sinks'.
         """
         query = self._queries()
+        query = query if self.chosen is None else query[:, :, self.chosen]
         scale = 1 / math.sqrt(query.shape[-1]) if self.scale is None else self.scale
-        scores = query @ self._per_head(self.key).transpose(-1, -2) * scale
+        scores = query @ self._per_head(self.key).transpose(-1, -2)
+        # New memory takes longer than these operations: without a graph they write over what the last one made.
+        here = _writes_over()
+        scores = scores.mul_(scale) if here else scores * scale
         cap = self.options.get("softcap")
         if cap:
-            scores = cap * torch.tanh(scores / cap)
-        mask = self._mask(query)
+            scores = scores.div_(cap).tanh_().mul_(cap) if here else cap * torch.tanh(scores / cap)
+        mask = self._mask()
         if mask is not None and mask.dtype == torch.bool:
-            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+            filler = torch.finfo(scores.dtype).min
+            scores = scores.masked_fill_(~mask, filler) if here else scores.masked_fill(~mask, filler)
         elif mask is not None:
-            scores = scores + mask
+            scores = scores.add_(mask) if here and mask.dtype == scores.dtype else scores + mask
         sinks = self.options.get("s_aux")
         if sinks is not None:
             sinks = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
             scores = torch.cat([scores, sinks], dim=-1)
         return scores
 
-    def pattern(self, scores: Float[Tensor, "batch head pos key_pos"]) -> Float[Tensor, "batch head pos key_pos"]:
-        """The pattern of such scores. A query that may attend to nothing attends to nothing."""
+    def pattern(
+        self, scores: Float[Tensor, "batch head pos key_pos"], over: bool = False
+    ) -> Float[Tensor, "batch head pos key_pos"]:
+        """The pattern of such scores. A query that may attend to nothing attends to nothing.
+
+        Args:
+            scores: the scores.
+            over: nobody needs them any more, so that the pattern may be written over them.
+        """
         wide = scores.dtype if scores.dtype == torch.float64 else torch.float32
-        pattern = scores.softmax(-1, dtype=wide).to(scores.dtype)
-        mask = self._mask(self._queries())
-        if mask is not None and mask.dtype == torch.bool and not self.causal:
+        if over and scores.is_cpu and scores.dtype == wide and _writes_over():
+            pattern = torch.softmax(scores, -1, out=scores)  # on the CPU, row by row
+        else:
+            pattern = scores.softmax(-1, dtype=wide).to(scores.dtype)
+        mask = None if self.causal else self._mask()
+        if mask is not None and mask.dtype == torch.bool:
             pattern = pattern * mask.any(-1, keepdim=True)
         return pattern
 
@@ -187,6 +210,11 @@ def with_heads(x: Tensor, n_heads: int | None, show: Callable[[Tensor], Tensor])
         new = show(shown)
         return x if new is shown else new.repeat_interleave(x.shape[1] // n, dim=1)
     return show(x)
+
+
+def _writes_over() -> bool:
+    """Whether a result may be written over what it was made from: no graph needs that."""
+    return not (torch.is_grad_enabled() or torch.compiler.is_compiling())
 
 
 def _kept(x: Tensor) -> Tensor:

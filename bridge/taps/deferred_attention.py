@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,13 +25,18 @@ class DeferredAttention(Deferred):
         attention: the call of the kernel.
         channel: ``scores`` or ``pattern``.
         call: as the view sees it.
+        waits: it can be computed after the run, whose precision `torch.autocast` did not choose.
     """
 
-    __slots__ = ("attention", "channel")
+    __slots__ = ("_waits", "attention", "channel")
 
-    def __init__(self, view: View, attention: AttentionCall, channel: str, call: Call) -> None:
+    def __init__(self, view: View, attention: AttentionCall, channel: str, call: Call, waits: bool = True) -> None:
         self.view, self.x, self.attention, self.channel, self.call = view, attention.query, attention, channel, call
-        self._seen = attention.versions()
+        self._seen, self._waits = attention.versions(), waits
+
+    @property
+    def n_rows(self) -> int:
+        return self.attention.n_queries
 
     @property
     def keeps_more(self) -> bool:
@@ -40,8 +46,9 @@ class DeferredAttention(Deferred):
     def _versions(self) -> tuple[int, ...]:
         return self.attention.versions()
 
-    def _at_site(self) -> Tensor:
+    def _at_site(self, rows: slice | Tensor | None) -> Tensor:
         device = self.x.device.type
-        with torch.autocast(device, enabled=False) if autocasts(device) else nullcontext():
-            scores = self.attention.scores()
-            return scores if self.channel == "scores" else self.attention.pattern(scores)
+        attention = self.attention if rows is None else replace(self.attention, chosen=rows)
+        with torch.autocast(device, enabled=False) if self._waits and autocasts(device) else nullcontext():
+            scores = attention.scores()
+            return scores if self.channel == "scores" else attention.pattern(scores, over=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
@@ -17,6 +18,10 @@ from bridge.hooks.context import CURRENT, ForwardPass
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Scope
 from bridge.hooks.over_processes import agreed_part
+
+
+def noop_hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
+    """A torch hook that does nothing: a module that has one takes notice of others that come while it runs."""
 
 
 class InForwardsPlace:
@@ -187,8 +192,14 @@ class TappedCall(Protocol):
     def active_points(self, channels: Sequence[str]) -> Sequence[HookPoint]:
         """The hook points on these channels to which somebody listens."""
 
-    def show(self, channel: str, x: Tensor) -> Tensor:
-        """Shows a tensor to the hook points of a channel, and returns what they make of it."""
+    def show(self, channel: str, x: Tensor, private: bool = False) -> Tensor:
+        """Shows a tensor to the hook points of a channel, and returns what they make of it.
+
+        Args:
+            channel: the channel.
+            x: the tensor.
+            private: it was made for them: nobody else holds it.
+        """
 
 
 class RunCall:
@@ -221,9 +232,11 @@ class RunCall:
         """The hook points on these channels to which the present code listens."""
         return self.tap.active_points(channels)
 
-    def show(self, channel: str, x: Tensor) -> Tensor:
-        """Shows a tensor to the hook points of a channel, and returns what they make of it."""
-        return self.tap.show(channel, x, self.call)
+    def show(self, channel: str, x: Tensor, private: bool = False) -> Tensor:
+        """As `TappedCall` says."""
+        alone = private and len(self.points(channel)) == 1 and channel not in self.tap.cuts
+        call = replace(self.call, private=True) if alone else self.call
+        return self.tap.show(channel, x, call)
 
 
 class Watch(TorchFunctionMode):

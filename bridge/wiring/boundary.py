@@ -16,6 +16,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 
 from bridge.hooks.context import CURRENT, ForwardPass, RunContext
 from bridge.hooks.modules import Finder
+from bridge.taps.tap import noop_hook
 from bridge.wiring.checkpointing import CheckpointedBlocks
 from bridge.wiring.compiled import ForcedEager
 from bridge.wiring.reading_plan import ReadingHook
@@ -130,10 +131,6 @@ def refuse_streamers_thread(unseen: Callable[[], bool]) -> None:
             "elsewhere: use bridge.generate_stream, or hand the context over, "
             "Thread(target=contextvars.copy_context().run, args=(model.generate,), kwargs=...)"
         )
-
-
-def noop_hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
-    """A torch hook that does nothing: a module that has one takes notice of others that come while it runs."""
 
 
 def strip(model: nn.Module) -> None:

@@ -18,7 +18,7 @@ from adapters.views import Args, Kwargs
 from bridge.hooks.context import CURRENT
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Scope
-from bridge.hooks.modules import argument
+from bridge.hooks.modules import argument, element_of
 from bridge.wiring.site import SiteHook
 from bridge.wiring.torch_hooks import add_forward_hook, add_pre_hook, remove_hooks_of
 
@@ -62,14 +62,18 @@ class ReadingHook:
     def on_output(self, module: nn.Module, args: Args, output: Any) -> None:
         """The forward hook."""
         if self._place is not None and self._keep is not None and self._is_meant(module, self._place.call):
-            x = output if isinstance(output, Tensor) else output[int(self._place.key or 0)]
+            x = output if isinstance(output, Tensor) else element_of(output, int(self._place.key or 0))
             self._keep(self._place.points, x, module, args, {})
 
     def on_input(self, module: nn.Module, args: Args, kwargs: Kwargs | None = None) -> None:
         """The forward pre-hook."""
         if self._place is not None and self._keep is not None and self._is_meant(module, self._place.call):
             key = self._place.key
-            x = args[0] if args and key is None else argument(module, args, kwargs or {}, key)[0]
+            x = (
+                args[0]
+                if args and key is None and isinstance(args[0], Tensor)
+                else argument(module, args, kwargs or {}, key)[0]
+            )
             self._keep(self._place.points, x, module, args, kwargs or {})
 
 

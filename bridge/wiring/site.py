@@ -14,7 +14,7 @@ from adapters.points import Site
 from adapters.views import Args, Call, Kwargs
 from bridge.hooks.context import CURRENT, ForwardPass
 from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.modules import Finder, argument, with_argument
+from bridge.hooks.modules import Finder, argument, element_of, with_argument, with_element
 from bridge.wiring.separate_reads import give_own_copy, read_separately, separate_readers
 from bridge.wiring.torch_hooks import add_forward_hook, add_pre_hook, remove_hooks_of
 
@@ -48,7 +48,11 @@ class SiteHandler:
             return None
         kwargs = {} if kwargs is None else kwargs
         plain = self.site.key is None
-        x, place = (args[0], 0) if plain and args else argument(module, args, kwargs, self.site.key)
+        x, place = (
+            (args[0], 0)
+            if plain and args and isinstance(args[0], Tensor)
+            else argument(module, args, kwargs, self.site.key)
+        )
         new = self.see(x, module, args, kwargs)
         return None if new is x else with_argument(args, kwargs, place, new)
 
@@ -59,10 +63,10 @@ class SiteHandler:
         if isinstance(output, Tensor):
             new = self.see(output, module, args, {})
             return None if new is output else new
-        index = int(self.site.key or 0)
-        x = output[index]
+        place = int(self.site.key or 0)
+        x = element_of(output, place)
         new = self.see(x, module, args, {})
-        return None if new is x else type(output)((*output[:index], new, *output[index + 1 :]))
+        return None if new is x else with_element(output, place, new)
 
 
 class SiteHook(SiteHandler):

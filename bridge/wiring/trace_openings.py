@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from bridge.hooks.listener import Scope
-from bridge.taps.tap import Tap
+from bridge.taps.tap import Tap, noop_hook
 from bridge.taps.taps import tap_on
-from bridge.wiring.boundary import noop_hook
 from bridge.wiring.site import SiteHook
 from bridge.wiring.torch_hooks import add_forward_hook, remove_hooks_of
 

@@ -37,6 +37,7 @@ from adapters import (
 )
 from adapters.attention import Gate
 from adapters.config import ModelConfig
+from adapters.feed_forward import CHOICE
 from adapters.inputs.made import sample_inputs
 from adapters.norms import GEMMA_NORM, LAYER_NORM, NO_NORM, RMS_NORM, NormKind
 from adapters.observe.recording import Recorder
@@ -294,10 +295,10 @@ def mixture_changes(part: MoE, facts: Facts) -> Iterator[Change]:
         same = "it says how the choice is proved, not what it is"
         yield "chosen by corrected probabilities", replace(part, chosen_by="corrected probabilities"), same
     yield "flat or not", replace(part, flat=not part.flat), "" if part.flat else BATCHED
-    for returns in ("choice", "logits", "weights"):
-        same = GIVEN if returns == "logits" and part.chosen_by.endswith("probabilities") else ""
+    for returns in (CHOICE, ("logits",), ("every weight", "logits"), ("indices", "weights")):
+        same = GIVEN if returns == ("logits",) and part.chosen_by.endswith("probabilities") else ""
         if returns != part.router_returns:
-            yield f"router returns {returns}", replace(part, router_returns=returns), same
+            yield f"router returns {', '.join(returns)}", replace(part, router_returns=returns), same
     if part.shared:
         yield "shared expert times 2", replace(part, shared_transform=(*part.shared_transform, *times(2.0))), ""
         yield "shared expert left out", replace(part, shared=None), ""

@@ -155,7 +155,7 @@ def test_what_a_cache_keeps(bridge, tokens):
     for name, value in last.items():
         whole = cache[name]
         if name.endswith(("hook_pattern", "hook_attn_scores")):
-            assert torch.equal(value, whole[:, :, -1:])
+            torch.testing.assert_close(value, whole[:, :, -1:], atol=1e-6, rtol=0)  # of these queries alone
         else:
             assert torch.equal(value, whole[:, -1:]), name
     _, some = bridge.run_with_cache(tokens, names_filter="hook_embed", pos_slice=[0, 3])

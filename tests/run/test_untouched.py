@@ -125,8 +125,13 @@ def test_subclass_and_headless_models_are_recognised(tokens):
 def test_unknown_model_class_is_refused():
     from adapters import UnsupportedModelError
 
-    with pytest.raises(UnsupportedModelError, match=r"no adapter for Linear.*GPT2PreTrainedModel"):
+    with pytest.raises(UnsupportedModelError, match=r"Linear is no model of transformers, and does not run on tokens"):
         TransformerBridge(torch.nn.Linear(2, 2))
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"Linear is no model of transformers \(a subclass of PreTrainedModel\), and there is no adapter",
+    ):
+        TransformerBridge(torch.nn.Linear(2, 2), automatic=False)
 
 
 # transformers calls a method of its own that it has deprecated.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -104,6 +105,9 @@ class _Search:
 
     def run(self) -> FoundEmbedding:
         rows = self.tokens.left[0].value
+        if rows.ndim == 3 and self.stream.value.shape == rows.transpose(0, 1).shape != rows.shape:
+            value = self.stream.value.transpose(0, 1).contiguous()  # blocks are given positions first, this is not
+            self.stream = BorderTensor(self.stream.key, self.stream.live.transpose(0, 1), value, mark(value))
         self.found = Embedding(self.tokens.path)
         target = self._behind_norm(self._behind_projection(self.stream))
         rows = self._projected(rows, target.value)
@@ -170,11 +174,14 @@ class _Search:
         where = 1 if self.text is None else self.text.unsqueeze(-1)
         weights = _weights(target.value * where, [rows * where, *(x * where for x in others.values())])
         if weights is None:
-            by = _adjusted(self.model, rows, target.value) if rows is self.tokens.left[0].value else None
-            if by is None:
+            own = rows is self.tokens.left[0].value
+            by = _adjusted(self.model, rows, target.value) if own else None
+            placed = _placed(self.model, rows, target.value) if own and by is None else None
+            if by is None and placed is None:
                 self.missing["hook_embed"] = NO_SUM
-            else:
-                self.found = replace(self.found, transform=by)
+            elif placed is not None and len(placed) and placed[-1].plus is None:
+                self.missing["hook_pos_embed"] = "no module, parameter or buffer is what is added for each place"
+            self.found = replace(self.found, transform=by or placed or ())
             return
         factor, *rest = weights
         added = dict(zip(others, rest, strict=True))
@@ -254,6 +261,29 @@ def _adjusted(model: nn.Module, tokens: Tensor, target: Tensor) -> Chain | None:
             if agree(transformed(by, x, base), y, target):
                 return by
     return None
+
+
+def _placed(model: nn.Module, tokens: Tensor, target: Tensor) -> Chain | None:
+    """A factor of the token embedding, and what is added for each place: a table that is a parameter or a buffer.
+
+    Without the table, where it is neither; None where something else makes the first stream.
+    """
+    x, y = tokens.double(), target.double()
+    if x.shape != y.shape or len(x) < 2:
+        return None
+    dx, dy = x - x.mean(0), y - y.mean(0)
+    factor = rounded(float((dx * dy).sum() / (dx * dx).sum()))
+    rest = y - factor * x
+    if abs(factor) <= NEGLIGIBLE or not agree(rest, rest[:1].expand_as(rest), target):
+        return None
+    base = model.get_submodule(base_path(model))
+    for name, held in itertools.chain(base.named_parameters(), base.named_buffers()):
+        table = held.detach().double().reshape(-1, held.shape[-1]) if held.ndim > 1 else None
+        if table is None or table.shape[-1] != rest.shape[-1] or len(table) < rest.shape[1]:
+            continue
+        if agree(table[: rest.shape[1]].to(rest), rest[0], target):
+            return (*times(factor), Affine(plus=name))
+    return (Affine(factor),)
 
 
 def _rows(call: ModuleCall, said: int | None) -> bool:

@@ -140,6 +140,8 @@ class End:
         if factor_in is None:
             return Readout(path, unknown=f"{path} reads what is neither the last stream nor a norm of it that is known")
         before, logits = _large_logits(self.model, inputs, unembed)
+        if logits is not None and logits.ndim == 3 and before.shape[:2] == logits.shape[:2][::-1] != logits.shape[:2]:
+            before = before.transpose(0, 1)  # the output layer is given positions first
         if logits is None or before.shape[:-1] != logits.shape[:-1] or logits.shape[-1] > before.shape[-1]:
             return Readout(path, factor_in, unknown=f"what {path} puts out has another shape than the logits")
         if float(logits.abs().max()) > 1e30:

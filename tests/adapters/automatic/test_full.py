@@ -23,6 +23,7 @@ FULL: dict[str, dict[str, Any]] = {
     "axk2": {}, "bitnet": {}, "dbrx": {}, "gemma4_text": {}, "gpt_neox_japanese": {}, "kimi_linear": {},
     "llama4_text": {}, "mimo_v2_flash": {}, "minimax_m3_vl_text": {"swiglu_limit": 1.0}, "nemotron_h": {}, "phimoe": {},
 }  # fmt: skip
+FIRES = "every hook point fires once, with its declared shape"
 #: Of what only they claim, changes, and the claim that each breaks.
 CHANGED = {
     ("axk2", "blocks: Attention: pre: input_layernorm without its gate"): READS,
@@ -30,11 +31,11 @@ CHANGED = {
     ("bitnet", "blocks: MLP: norm: ffn_sub_norm is LN"): NORMS,
     ("bitnet", "blocks: Attention: no Norm of z"): VALUES,
     ("dbrx", "blocks: Attention: clamp left out"): SCORES,
-    ("dbrx", "blocks: MoE: router returns choice"): "every hook point fires once, with its declared shape",
+    ("dbrx", "blocks: MoE: router returns logits, weights, indices"): FIRES,
     ("gemma4_text", "blocks: MLP: what it is multiplied with left out"): GATED,
     ("gpt_neox_japanese", "blocks: layer 1: Attention: output_transform left out"): "resid_pre + attn_out = resid_mid",
     ("kimi_linear", "blocks: layer 1: Attention: not rotary is"): SCORES,
-    ("llama4_text", "blocks: MoE: router returns choice"): "every hook point fires once, with its declared shape",
+    ("llama4_text", "blocks: MoE: router returns logits, weights, indices"): FIRES,
     ("llama4_text", "blocks: MoE: chosen by probabilities"): CHOICE,
     ("minimax_m3_vl_text", "cfg.act_fn = 'silu'"): GATED,
     ("phimoe", "blocks: MoE: margin times 2"): CHOICE,

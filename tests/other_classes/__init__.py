@@ -1,0 +1,1 @@
+"""Language models that transformers does not contain, one structure a file, and what plain torch says of them."""

@@ -1,0 +1,64 @@
+"""All classes, by name, and what is offered of each."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from tests.other_classes import (
+    chatglm,
+    module_list_mixtures,
+    odd_parts,
+    placed_otherwise,
+    plain_modules,
+    softmaxes,
+    torch_modules,
+)
+
+#: Offered in full: everything that they show is a hook point, and nothing is left out.
+FULL: dict[str, type[nn.Module]] = {
+    "old Mixtral": module_list_mixtures.OldMixtral,
+    "Qwen MoE": module_list_mixtures.QwenMoe,
+    "DeepSeek V3": module_list_mixtures.DeepseekMoe,
+    "Bailing": module_list_mixtures.BailingMoe,
+    "Hunyuan": module_list_mixtures.HunyuanMoe,
+    "Nemotron-H": module_list_mixtures.NemotronMoe,
+    "softmax by hand": softmaxes.ByHand,
+    "log_softmax().exp()": softmaxes.OfLogarithms,
+    "nn.MultiheadAttention": torch_modules.Multihead,
+    "nn.TransformerEncoderLayer": torch_modules.EncoderLayersAfter,
+    "nn.TransformerEncoderLayer, norms first": torch_modules.EncoderLayersFirst,
+    "ChatGLM 2": chatglm.ChatGLM,
+    "layers as attributes": placed_otherwise.Attributes,
+    "phi-1": placed_otherwise.PhiSequential,
+    "one block called several times": placed_otherwise.OneBlock,
+    "LLaDA": placed_otherwise.LLaDA,
+    "blocks that return dictionaries": placed_otherwise.Dictionaries,
+    "arguments of any name": placed_otherwise.AnyNames,
+    "Dream": placed_otherwise.Dream,
+    "MPT, clipped": odd_parts.MptClipped,
+    "MPT, normed": odd_parts.MptNormed,
+    "MPT, both": odd_parts.MptBoth,
+    "MiniCPM": odd_parts.MiniCPM,
+    "InternLM 2": odd_parts.InternLM,
+    "OpenELM": odd_parts.OpenELM,
+    "Baichuan 2": odd_parts.Baichuan,
+    "nanoGPT": plain_modules.NanoGPT,
+    "a hundred lines": plain_modules.HundredLines,
+}
+#: Offered in part, and why not in full.
+PART: dict[str, tuple[type[nn.Module], str]] = {
+    "PaLM": (odd_parts.Palm, r"one layer reads it for mlp and attn"),
+    "heads that are modules": (plain_modules.Lecture, r"it computes 4 softmaxes"),
+    "sigmoid attention": (softmaxes.Sigmoids, ""),  # it has the names of a mixer
+}
+#: Refused, and why.
+REFUSED: dict[str, tuple[type[nn.Module], str]] = {
+    "nanochat": (odd_parts.Nanochat, r"what leaves a block of module\.transformer\.h is not what enters the next"),
+    "attention alone": (
+        plain_modules.AttentionOnly,
+        r"what leaves a block of module\.layers is not what enters the next",
+    ),
+}
+CLASSES: dict[str, type[nn.Module]] = {
+    **FULL, **{name: cls for name, (cls, _) in PART.items()}, **{name: cls for name, (cls, _) in REFUSED.items()},
+}  # fmt: skip
