@@ -211,6 +211,8 @@ class Architecture:
                     f"{head.linear.removeprefix('.')} and an activation function stand between its residual stream and "
                     "its logits: these are no sum over the stream's terms"
                 )
+        if self.readout.pools_stream:
+            return "its final norm reads one vector of each text or image, not the positions of its residual stream"
         if self.readout.unknown:
             return f"how its logits are made of its residual stream is not known: {self.readout.unknown}"
         return ""

@@ -6,6 +6,8 @@ it, and what is inside during that call.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
 
 from torch import nn
@@ -107,7 +109,16 @@ def base_path(model: nn.Module) -> str:
     core = core_path(model)
     module = model.get_submodule(core)
     prefix = getattr(module, "base_model_prefix", "")
-    return join(core, prefix) if prefix and hasattr(module, prefix) else core
+    base = getattr(module, prefix, None) if prefix else None
+    return join(core, prefix) if base is not None and _takes_all(type(base), type(module)) else core
+
+
+@functools.cache
+def _takes_all(base: type[nn.Module], model: type[nn.Module]) -> bool:
+    """Whether a base model takes what its model does: the encoder of DINOv3, of that name, is given embeddings."""
+    main = getattr(model, "main_input_name", "input_ids")
+    taken = inspect.signature(base.forward).parameters
+    return main == "input_ids" or main in taken or any(x.kind is x.VAR_POSITIONAL for x in taken.values())
 
 
 def path_from(model: nn.Module, path: str) -> str:

@@ -13,13 +13,15 @@ from adapters.paths import join
 from adapters.views import Affine, Chain
 
 #: What a table of embeddings is of.
-TableOf = Literal["positions", "types", "more"]
+TableOf = Literal["positions", "types", "more", "patches"]
 Tables = tuple[tuple[TableOf, str], ...]
 
 
-def tables(positions: str | None = None, types: str | None = None, more: tuple[str, ...] = ()) -> Tables:
+def tables(
+    positions: str | None = None, types: str | None = None, more: tuple[str, ...] = (), patches: str | None = None
+) -> Tables:
     """The tables that are added to the token embedding; None: there is none."""
-    named: tuple[tuple[TableOf, str | None], ...] = (("positions", positions), ("types", types))
+    named: tuple[tuple[TableOf, str | None], ...] = (("positions", positions), ("types", types), ("patches", patches))
     return (*((what, path) for what, path in named if path is not None), *(("more", path) for path in more))
 
 
@@ -34,7 +36,8 @@ class Embedding:
         transform: what its rows go through, a constant first; `hook_embed` shows them before parameters of the base
             model.
         added: the tables that are added, each with what it is of: ``positions``, ``types`` (the two sentences), or
-            ``more`` (TAPAS), of which each runs once. See `tables`.
+            ``more`` (TAPAS), of which each runs once; or ``patches``, the layer that makes vectors of an
+            image's patches, which stand at the last positions of the stream. See `tables`.
         norm: a norm; of the sum where there is a `module`, else of the token embedding alone.
         project: a linear layer that brings the embeddings to the stream's width. Where it is the `module`, it reads
             their sum, or the norm of it (RemBERT, ALBERT). Else it reads the token embedding, alone or among others,
@@ -61,6 +64,11 @@ class Embedding:
     def types(self) -> str | None:
         """The table of the two sentences."""
         return next((path for what, path in self.added if what == "types"), None)
+
+    @property
+    def patches(self) -> str | None:
+        """The layer that makes vectors of patches."""
+        return next((path for what, path in self.added if what == "patches"), None)
 
     @property
     def more(self) -> tuple[str, ...]:
@@ -132,6 +140,9 @@ class Readout:
         output_transform: what happens behind it: a factor, and a parameter or buffer of the model that is added, a
             bias, by its path; a class may lack that.
         soft_cap: see above.
+        pooled: where one vector of each image is read: the first and the last (exclusive) of the positions whose mean
+            that is, such as ``(0, 1)``, the class token. None: each position has logits.
+        pools_stream: the final norm reads that mean, of the last stream (CLIP). Else it is the mean of the norm.
         unknown: what else is between, where that cannot be said. Nothing can then be attributed to logits.
     """
 
@@ -139,11 +150,17 @@ class Readout:
     factor_in: float = 1.0
     output_transform: Affine = field(default_factory=Affine)
     soft_cap: float | None = None
+    pooled: tuple[int, int | None] | None = None
+    pools_stream: bool = False
     unknown: str = ""
 
     def __post_init__(self) -> None:
         if self.output_transform.weight:
             raise ValueError(f"behind the output layer, {self.output_transform} multiplies with a parameter: not known")
+
+    def pool(self, x: Tensor) -> Tensor:
+        """The mean that is read, ``[batch, d_model]``, of what is at all positions."""
+        return x if self.pooled is None else x[:, slice(*self.pooled)].mean(1)
 
     @property
     def factor_out(self) -> float:

@@ -5,31 +5,35 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import subprocess
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import cast
 
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from adapters import UnsupportedModelError, verify
 from adapters.attention import Attention
 from adapters.feed_forward import MLP, MoE
+from adapters.inputs.made import sample_inputs
 from adapters.mixers.part import Mixer
 from benchmarks.named_by_transformer_lens import NAMED
 from bridge import TransformerBridge
 from bridge.native.model import NativeModel
-from tests.tiny_models import CANNOT_BE_BUILT, Task, config_for, model_class, tiny_model, tiny_of, types
+from tests.properties.cases import switched
+from tests.tiny_models import CANNOT_BE_BUILT, WIDE, Task, config_for, model_class, tiny_config, tiny_of, types
 from weight_processing.check import ProcessingError
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
@@ -40,7 +44,31 @@ TITLES: dict[Task, str] = {
     "image_text": "The text of models of images and text",
     "speech": "Text from sound",
 }
+#: Classes that read images or sound, and have no text.
+WITHOUT_TEXT: dict[str, tuple[str, ...]] = {
+    "Vision transformers": (
+        "ViTForImageClassification", "DeiTForImageClassification", "Dinov2ForImageClassification",
+        "Dinov2WithRegistersForImageClassification", "DINOv3ViTModel",
+        "SiglipVisionModel", "SiglipForImageClassification", "CLIPVisionModel", "CLIPForImageClassification",
+        "BeitForImageClassification", "Data2VecVisionForImageClassification", "ViTMSNForImageClassification",
+        "IJepaForImageClassification", "PixioModel", "BlipVisionModel", "Siglip2VisionModel", "YolosModel",
+        "ViTMAEModel", "ViTMAEForPreTraining", "VideoMAEModel", "SwinForImageClassification",
+    ),
+    "Encoders of sound": (
+        "Wav2Vec2Model", "Wav2Vec2ForCTC", "HubertModel", "HubertForCTC", "WavLMModel", "UniSpeechModel", "SEWModel",
+        "Data2VecAudioModel", "Wav2Vec2BertModel", "Wav2Vec2ConformerModel", "ASTForAudioClassification",
+        "WhisperForAudioClassification",
+    ),
+}  # fmt: skip
 _BESIDE = "Classes without text, or without a head"
+_NO_INSTANCE = "no tiny instance"
+#: How much of a model is offered, the least first.
+_AMOUNTS = ("–", "stream", "parts", "full")
+#: What a class of transformers ends in that cannot be made of a configuration.
+_NOT_BUILT = (
+    ValueError, TypeError, AttributeError, AssertionError, ImportError, ArithmeticError, LookupError, RuntimeError,
+    StrictDataclassError,
+)  # fmt: skip
 #: What is said of a type for which a class of another package needs to be there.
 _MISSING_PACKAGE = "its class needs a package that is not installed"
 
@@ -57,6 +85,7 @@ class Row:
         proved: `adapters.verify` proves all that is declared, without exception.
         processed: the transforms of `process_weights` that are done.
         reason: what is missing, and why.
+        tried: how many configurations it was tried in.
     """
 
     type: str
@@ -67,46 +96,114 @@ class Row:
     proved: bool = False
     processed: str = "–"
     reason: str = ""
+    tried: int = 1
+
+    @property
+    def is_full(self) -> bool:
+        """Fully offered, and proved."""
+        return self.offered == "full" and self.proved
 
     def __str__(self) -> str:
         proved = "yes" if self.proved else "–"
-        cells = (self.type, self.cls, self.how, self.offered, str(self.points), proved, self.processed, self.reason)
+        tried = str(self.tried if self.how != "–" else 0)
+        cells = (
+            self.type,
+            self.cls,
+            self.how,
+            self.offered,
+            tried,
+            str(self.points),
+            proved,
+            self.processed,
+            self.reason,
+        )
         return f"| {' | '.join(cell.replace('|', chr(92) + '|').replace(chr(10), ' ') for cell in cells)} |"
 
 
 def row(model_type: str, task: Task) -> Row:
-    """Tries one type."""
+    """Tries one type in three configurations: the usual one, with all its options the other way round, a wide one."""
     try:
-        name = model_class(model_type, task).__name__
+        cls = model_class(model_type, task)
     except ImportError:
         return Row(model_type, "–", reason=_MISSING_PACKAGE)
     if model_type in CANNOT_BE_BUILT:
-        return Row(model_type, name, reason=f"no tiny instance: {CANNOT_BE_BUILT[model_type]}")
-    return _tried(model_type, name, partial(tiny_model, model_type, task))
+        return Row(model_type, cls.__name__, reason=f"no tiny instance: {CANNOT_BE_BUILT[model_type]}")
+    return _of_three(model_type, cls, partial(tiny_config, model_type, task))
 
 
 def row_of_class(name: str) -> Row:
-    """Tries one class."""
+    """Tries one class, in the same three."""
     cls: type[PreTrainedModel] = getattr(transformers, name)
-    return _tried(getattr(cls.config_class, "model_type", "–"), name, lambda: tiny_of(cls, config_for(cls)))
+    return _of_three(getattr(cls.config_class, "model_type", "–"), cls, partial(config_for, cls))
+
+
+def _of_three(model_type: str, cls: type[PreTrainedModel], configured: Callable[..., PreTrainedConfig]) -> Row:
+    """The row of the usual configuration, less what does not hold of the others.
+
+    Args:
+        model_type, cls: the type and its class.
+        configured: makes a configuration, of fields, and of `sizes`.
+    """
+
+    def tried(fields: Mapping[str, object]) -> Row:
+        return _tried(model_type, cls.__name__, lambda: tiny_of(cls, configured(**fields)))
+
+    usual = tried({})
+    if usual.how == "–":
+        return usual
+    options, refused = _options(cls, configured)
+    others: dict[str, dict[str, object]] = {
+        " ".join(f"{name}={value}" for name, value in options.items()): options,
+        "512 wide": {"sizes": WIDE},
+    }
+    found = {said: tried(fields) for said, fields in others.items() if fields}
+    made = {said: each for said, each in found.items() if not each.reason.startswith(_NO_INSTANCE)}
+    worse = {said: each for said, each in made.items() if not each.is_full and usual.is_full}
+    row = replace(usual, tried=1 + len(made))
+    if refused and usual.is_full:
+        row = replace(row, reason=f"refused with {' '.join(refused)}")
+    for said, each in worse.items():
+        offered = min(row.offered, each.offered, key=_AMOUNTS.index)
+        reason = "; ".join(filter(None, (row.reason, f"with {said}: {each.reason or each.offered}")))
+        row = replace(row, offered=offered, proved=row.proved and each.proved, reason=reason)
+    return row
+
+
+@torch.no_grad()
+def _options(
+    cls: type[PreTrainedModel], configured: Callable[..., PreTrainedConfig]
+) -> tuple[dict[str, object], list[str]]:
+    """All options of a class the other way round that it can be made with, one key head among them.
+
+    Returns:
+        The options, and which of them an adapter refuses by name: these are not among them.
+    """
+    options: dict[str, object] = {}
+    refused: list[str] = []
+    for name, value in switched(configured()).items():
+        try:
+            model = tiny_of(cls, configured(**options, **{name: value}))
+            model(**sample_inputs(model))
+        except _NOT_BUILT:
+            continue
+        try:
+            TransformerBridge(model)
+        except _NOT_BUILT as error:
+            if f"{name}={value}" in str(error):  # an adapter says so
+                refused.append(f"{name}={value}")
+                continue
+        options[name] = value
+    return options, refused
 
 
 def _tried(model_type: str, name: str, build: Callable[[], PreTrainedModel]) -> Row:
     try:
         model = build()
-    except (
-        ValueError,
-        TypeError,
-        AttributeError,
-        AssertionError,
-        ImportError,
-        ZeroDivisionError,
-        StrictDataclassError,
-    ) as error:
-        return Row(model_type, name, reason=f"no tiny instance: {first_line(error.__cause__ or error)}")
+    except _NOT_BUILT as error:
+        return Row(model_type, name, reason=f"{_NO_INSTANCE}: {first_line(error.__cause__ or error)}")
     try:
         bridge = TransformerBridge(model)
-    except (UnsupportedModelError, RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
+    except (UnsupportedModelError, *_NOT_BUILT) as error:
         said = str(error)
         why = said.partition(": so what plays")[0] if ": so what plays" in said else first_line(error)
         return Row(model_type, name, reason=why.rstrip("."))
@@ -154,7 +251,7 @@ def _proved(bridge: TransformerBridge) -> tuple[bool, str]:
     """Whether everything is proved, and the first thing that is not."""
     try:
         report = verify(bridge)
-    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except _NOT_BUILT as error:
         bridge.reset_hooks()
         return False, f"verification: {type(error).__name__}: {first_line(error)}"
     failed = [check for check in report.checks if not check.passed]
@@ -171,18 +268,20 @@ def _processed(bridge: TransformerBridge) -> str:
     return ", ".join(done) or "none"
 
 
-def rows(task: Task, known: Collection[str] = ()) -> list[Row]:
-    """The rows of a task, by type, made on all cores.
-
-    Args:
-        task: the task.
-        known: classes that have a row.
-    """
+def wanted(task: Task) -> list[str]:
+    """The types of a task that have a row: a class that two tasks have is in the first."""
     ours = NativeModel.config_class.model_type  # none of transformers'
-    wanted = [each for each in types(task) if each != ours]
-    wanted = [each for each in wanted if not known or model_class(each, task).__name__ not in known]
-    with ProcessPoolExecutor(initializer=quiet, mp_context=get_context("spawn")) as pool:
-        return list(pool.map(partial(row, task=task), wanted))
+    found = [each for each in types(task) if each != ours]
+    others: list[Task] = [other for other in TITLES if other != task] if task == "speech" else []
+    earlier = {_class(each, other) for other in others for each in types(other)} - {None}
+    return [each for each in found if _class(each, task) not in earlier]
+
+
+def _class(model_type: str, task: Task) -> type[PreTrainedModel] | None:
+    try:
+        return model_class(model_type, task)
+    except ImportError:
+        return None
 
 
 def named(found: Mapping[str, Row]) -> str:
@@ -205,8 +304,8 @@ def named(found: Mapping[str, Row]) -> str:
 
 def table(found: list[Row]) -> str:
     """The rows as a table."""
-    head = "| type | class | adapter | offered | points | proved | processed | what is missing |"
-    return "\n".join([head, "|---|---|---|---|---|---|---|---|", *map(str, found)])
+    head = "| type | class | adapter | offered | tried | points | proved | processed | what is missing |"
+    return "\n".join([head, "|---|---|---|---|---|---|---|---|---|", *map(str, found)])
 
 
 def summary(found: list[Row]) -> str:
@@ -250,27 +349,77 @@ def quiet() -> None:
     torch.set_num_threads(1)
 
 
-def main(arguments: list[str]) -> None:
-    """Writes the page, or prints some rows."""
-    quiet()
-    if arguments:
-        for each in arguments:
-            task, _, model_type = each.rpartition(":")
-            whole = not task and each in dir(transformers)
-            print(row_of_class(each) if whole else row(model_type, cast("Task", task or "causal")), flush=True)
-        return
+def everything() -> list[str]:
+    """All that the page has a row of: ``task:type``, or a class."""
+    listed = [f"{task}:{each}" for task in TITLES for each in wanted(task)]
+    beside = [name for names in WITHOUT_TEXT.values() for name in names]
+    classes = {found.__name__ for task in TITLES for each in wanted(task) if (found := _class(each, task))}
+    return [*listed, *beside, *sorted({*NAMED} - classes - {*beside})]
+
+
+def tried(each: str) -> Row:
+    """The row of a ``task:type``, or of a class."""
+    task, _, name = each.rpartition(":")
+    return row_of_class(name) if not task and name in dir(transformers) else row(name, cast("Task", task or "causal"))
+
+
+def collect(folder: Path, part: int, parts: int) -> None:
+    """Makes every so many of the rows, each once, and keeps it in a file of its own.
+
+    Args:
+        folder: where the files are; rows that are there are not made again.
+        part, parts: which rows.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in everything()[part::parts]:
+        file = folder / f"{each.replace(':', '--')}.json"
+        if not file.exists():
+            file.write_text(json.dumps(asdict(tried(each))), encoding="utf-8")
+
+
+def write(folder: Path) -> None:
+    """Writes the page from the rows in a folder."""
+    found = {each: Row(**json.loads((folder / f"{each.replace(':', '--')}.json").read_text())) for each in everything()}
     text, by_class = "", dict[str, Row]()
+
+    def section(title: str, rows: list[Row], says: str) -> str:
+        print(title, says, flush=True)
+        return f"## {title}\n\n{says}\n\n{table(rows)}\n\n"
+
     for task, title in TITLES.items():
-        found = rows(task, by_class if task == "speech" else ())
-        by_class |= {each.cls: each for each in reversed(found)}
-        text += f"## {title}\n\n{summary(found)}\n\n{table(found)}\n\n"
-        print(task, summary(found), flush=True)
-    found = [row_of_class(name) for name in sorted({*NAMED} - by_class.keys())]
-    by_class |= {each.cls: each for each in found}
-    text += f"## {_BESIDE}\n\n{table(found)}\n"
+        rows = [found.pop(f"{task}:{each}") for each in wanted(task)]
+        by_class = {each.cls: each for each in reversed(rows)} | by_class
+        text += section(title, rows, summary(rows))
+    for title, names in WITHOUT_TEXT.items():
+        rows = [found.pop(name) for name in names]
+        by_class |= {each.cls: each for each in rows}
+        text += section(title, rows, summary(rows).replace("types", "classes", 1))
+    by_class |= {each.cls: each for each in found.values()}
+    text += f"## {_BESIDE}\n\n{table(list(found.values()))}\n"
     introduction = INTRODUCTION.format(version=transformers.__version__, named=named(by_class))
     PAGE.write_text(introduction + text, encoding="utf-8")
     print(named(by_class), flush=True)
+
+
+def main(arguments: list[str]) -> None:
+    """Writes the page, or prints some rows, or makes a part of them: ``--part 0/2 FOLDER``, and ``--write FOLDER``."""
+    quiet()
+    match arguments:
+        case ["--part", part, folder]:
+            collect(Path(folder), *map(int, part.split("/")))
+        case ["--write", folder]:
+            write(Path(folder))
+        case []:
+            with TemporaryDirectory() as folder:
+                parts = os.cpu_count() or 1
+                made = [[sys.executable, __file__, "--part", f"{i}/{parts}", folder] for i in range(parts)]
+                failed = [each.wait() for each in [subprocess.Popen(each) for each in made]]
+                if any(failed):
+                    raise SystemExit(f"the parts ended with {failed}")
+                write(Path(folder))
+        case _:
+            for each in arguments:
+                print(tried(each), flush=True)
 
 
 if __name__ == "__main__":

@@ -77,6 +77,18 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "sep_token_id": 2, "decoder_start_token_id": 1,
     "attention_dropout": 0.0,
 }  # fmt: skip
+#: The same of a shape that trained models have: 512 wide, eight heads of 64 columns, four of keys.
+WIDE: dict[str, Any] = SIZES | {
+    **{name: 512 for name, size in SIZES.items() if size == 32},
+    **{name: 768 for name, size in SIZES.items() if size == 48},
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 8),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "speech_encoder_attention_heads"), 8),
+    **dict.fromkeys(("head_dim", "d_kv", "d_head", "attention_head_dim", "mamba_head_dim", "mamba_d_head"), 64),
+    **dict.fromkeys(("num_key_value_heads", "multi_query_group_num"), 4),
+    **dict.fromkeys(("mamba_num_heads", "mamba_n_heads"), 16),
+    "rotary_dim": 32, "kv_lora_rank": 64, "q_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64,
+    "v_head_dim": 64, "qk_head_dim": 96, "index_head_dim": 64, "n_mamba_heads": 2,
+}  # fmt: skip
 #: Factors, which are one by default.
 FACTORS = {
     "residual_multiplier": 0.3, "embedding_multiplier": 3.0, "attention_multiplier": 0.4, "logits_scaling": 2.0,
@@ -182,29 +194,36 @@ def checkpoint(model: PreTrainedModel, options: dict[str, bool] | None = None) -
     getattr(model, checkpointing_method())(options)
 
 
-def tiny_config(model_type: str, task: Task = "causal", **fields: Any) -> PreTrainedConfig:
+def tiny_config(
+    model_type: str, task: Task = "causal", sizes: Mapping[str, Any] = SIZES, **fields: Any
+) -> PreTrainedConfig:
     """A tiny configuration for the class of a model type: of a model of images and text, that of its text.
 
     Args:
         model_type, task: as for `model_class`.
+        sizes: `SIZES` or `WIDE`.
         fields: what it is given besides.
     """
-    return config_for(model_class(model_type, task), CONFIG_MAPPING[model_type], **fields)
+    return config_for(model_class(model_type, task), CONFIG_MAPPING[model_type], sizes, **fields)
 
 
 def config_for(
-    cls: type[PreTrainedModel], otherwise: type[PreTrainedConfig] | None = None, **fields: Any
+    cls: type[PreTrainedModel],
+    otherwise: type[PreTrainedConfig] | None = None,
+    sizes: Mapping[str, Any] = SIZES,
+    **fields: Any,
 ) -> PreTrainedConfig:
     """A tiny configuration for a class of transformers.
 
     Args:
         cls: the class.
         otherwise: the class of the configuration, where `cls` names none.
+        sizes: `SIZES` or `WIDE`.
         fields: what it is given besides.
     """
     config = cls.config_class or otherwise
     assert config is not None
-    return _configured(config, fields)
+    return _configured(config, fields, sizes)
 
 
 def tiny_model(
@@ -247,7 +266,8 @@ def add_noise(model: nn.Module) -> None:
     for parameter in model.parameters():
         constant = parameter.numel() > 0 and bool((parameter == parameter.flatten()[0]).all())
         if parameter.is_floating_point() and (parameter.requires_grad or constant):
-            parameter.add_(torch.randn_like(parameter) * 0.1)
+            wide = parameter.shape[-1] >= 512 and parameter.ndim > 1  # sums of so many are to stay as large
+            parameter.add_(torch.randn_like(parameter) * (0.025 if wide else 0.1))
             if not bool(torch.isfinite(parameter).all()):  # a parameter that nobody initialised
                 parameter.copy_(torch.randn_like(parameter) * 0.1)
     for module in model.modules():  # a router's table of tokens, which is all zeros until a checkpoint is read
@@ -256,7 +276,9 @@ def add_noise(model: nn.Module) -> None:
             table.copy_(rows.argsort(-1)[:, : table.shape[1]])
 
 
-def _configured(cls: type[PreTrainedConfig], fields: Mapping[str, Any]) -> PreTrainedConfig:
+def _configured(
+    cls: type[PreTrainedConfig], fields: Mapping[str, Any], sizes: Mapping[str, Any] = SIZES
+) -> PreTrainedConfig:
     if cls.__name__ == "DbrxConfig":
         return _dbrx(cls)
     nested = {name: value for name, value in vars(cls()).items() if isinstance(value, PreTrainedConfig)}
@@ -264,13 +286,13 @@ def _configured(cls: type[PreTrainedConfig], fields: Mapping[str, Any]) -> PreTr
     for name, value in nested.items():
         try:
             kept = {flag: True for flag in ("is_decoder", "add_cross_attention") if getattr(value, flag, False)}
-            shrunk[name] = _configured(type(value), kept)
+            shrunk[name] = _configured(type(value), kept, sizes)
         except (ValueError, TypeError, AttributeError, KeyError):  # a part for images or sound that keeps its own size
             shrunk[name] = value
     if not nested:
-        return cls(**_fields(cls, fields))
+        return cls(**_fields(cls, fields, sizes))
     try:
-        return cls(**_fields(cls, {**shrunk, **fields}))
+        return cls(**_fields(cls, {**shrunk, **fields}, sizes))
     except (ValueError, TypeError, AttributeError, KeyError):  # its sizes are those of its parts
         return cls(**shrunk, **fields)
 
@@ -301,16 +323,34 @@ def _field_names(cls: type[PreTrainedConfig], default: PreTrainedConfig) -> set[
     return names
 
 
-def _fields(cls: type[PreTrainedConfig], given: Mapping[str, Any]) -> dict[str, Any]:
+def _own(cls: type[PreTrainedConfig], sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """What a configuration class needs besides, in these sizes."""
+    own = {**OWN.get(cls.model_type, {}), **OWN_OF_IMAGES.get(cls.model_type, {})}
+    return own if sizes is SIZES else {name: _enlarged(name, value) for name, value in own.items()}
+
+
+def _enlarged(name: str, value: Any) -> Any:
+    """The same of a model of the sizes of `WIDE`."""
+    if isinstance(value, dict):
+        return {inner: _enlarged(inner, each) for inner, each in value.items()}
+    if name == "mrope_section":
+        return [8 * each for each in value]
+    if value == SIZES.get(name, ()):
+        return WIDE[name]
+    widths = ("embed_dim", "out_hidden_size", "decoder_hidden_size", "text_hidden_size", "adapter_in_dim", "d_latents")
+    return 512 if value == 32 and name in (*widths, "qk_channels", "v_channels", "intra_bottleneck_size") else value
+
+
+def _fields(cls: type[PreTrainedConfig], given: Mapping[str, Any], sizes: Mapping[str, Any] = SIZES) -> dict[str, Any]:
     """What a configuration class is given: the sizes that it has fields for, one layer of each kind, what it needs."""
     default = cls()
-    given = {**OWN.get(cls.model_type, {}), **OWN_OF_IMAGES.get(cls.model_type, {}), **given}
+    given = {**_own(cls, sizes), **given}
     names, aliases = _field_names(cls, default), cls.attribute_map or {}
-    fields = {n: v for n, v in SIZES.items() if n in names and n not in aliases and not _is_computed(cls, n)}
+    fields = {n: v for n, v in sizes.items() if n in names and n not in aliases and not _is_computed(cls, n)}
     if "kv_lora_rank" in fields:  # a latent attention has as many heads of keys as of queries, of their own width
         fields.pop("head_dim", None)
         if "num_key_value_heads" in fields:
-            fields["num_key_value_heads"] = 4
+            fields["num_key_value_heads"] = fields.get("num_attention_heads", 4)
     rotated = getattr(default, "partial_rotary_factor", None)
     if isinstance(rotated, float) and rotated < 1:
         fields["partial_rotary_factor"] = 0.5

@@ -17,7 +17,7 @@ from adapters.norms import Norm
 from adapters.observe.calls import ModuleCall, Recording, Softmax
 from adapters.observe.errors import NotFound, one_line
 from adapters.observe.gradients import by_position, disjoint_sets, gradient_of, gradients_of_scores, gradients_of_z
-from adapters.observe.tolerance import FITTED, agree, tolerance, worked_out
+from adapters.observe.tolerance import ROUNDED_TABLE, agree, tolerance, worked_out
 from adapters.views import Composed, Heads, OneHead
 
 #: The columns of each head, in a projection's output.
@@ -413,7 +413,7 @@ class FoundAttention:
         if agree(factor * before, after, before):
             return False
         sizes = after.norm(dim=-1) / before.norm(dim=-1)
-        return bool(((sizes - sizes.mean()).abs() <= FITTED * sizes.mean()).all())
+        return bool(((sizes - sizes.mean()).abs() <= ROUNDED_TABLE * sizes.mean()).all())
 
     def product(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """Queries times keys as they meet, and both, ``[batch, head, pos, d_head]``, keys repeated for their group."""

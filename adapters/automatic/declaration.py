@@ -10,7 +10,7 @@ from typing import Literal, TypedDict
 
 from torch import nn
 
-from adapters.architecture import Architecture, Block, Embedding, Head, Part, Readout, Stack, Step
+from adapters.architecture import Architecture, Block, Head, Part, Readout, Stack, Step
 from adapters.attention import Attention
 from adapters.automatic.attention import FoundAttention
 from adapters.automatic.blocks import (
@@ -22,7 +22,8 @@ from adapters.automatic.blocks import (
     why_no_layers,
 )
 from adapters.automatic.ends.embedding import FoundEmbedding, find_embedding
-from adapters.automatic.ends.readout import End, find_final_norm, find_unembedding
+from adapters.automatic.ends.images import Pool, find_patches, find_pool
+from adapters.automatic.ends.readout import End, find_final_norm, find_unembedding, returned_by
 from adapters.automatic.expert_modules import FoundExpertModules, list_of_experts
 from adapters.automatic.facts import Facts, all_rotated, all_sized
 from adapters.automatic.feed_forward import FoundMLP
@@ -115,6 +116,12 @@ class _Inference:
         self.not_offered |= embedding.missing
         first_stack, last_norm = self._stack(found, "encoder" if others else "blocks")
         unembed = find_unembedding(self.model, self.recording, stacks[-1].blocks[-1].end)
+        pooled = self._pooled(found, last_norm) if self.main is not None and not others else None
+        if pooled is not None and pooled.unembed is None:  # a vector that the model returns beside the last stream
+            self.not_offered.pop("ln_final", None)
+            pooled = None
+        if pooled is not None:
+            first_stack, unembed = self._with_pooled(first_stack, pooled)
         declared = [first_stack]
         for other in others:
             self.facts.freeze_first_stack()
@@ -134,7 +141,10 @@ class _Inference:
             declared[0] = replace(declared[0], stream_view=view)
         heads: tuple[Head, ...] = ()
         readout = Readout()
-        if unembed is not None:
+        if pooled is not None:
+            path = "" if unembed is None else relative(unembed.path, self.core)
+            readout = Readout(path, pooled=pooled.positions, pools_stream=pooled.norm is not None)
+        elif unembed is not None:
             declared[-1], heads, readout = self._logits(stacks[-1], declared[-1], last_norm, unembed)
         architecture = Architecture(
             stacks=tuple(all_sized(stack, values) for stack in declared),
@@ -181,7 +191,7 @@ class _Inference:
             NotInferable: the model reads tokens, and no embedding of them ran.
         """
         if self.main is not None:
-            return FoundEmbedding(Embedding())
+            return FoundEmbedding(find_patches(self.recording, first_of(found)))
         text = text_places(self.model, self.given, found.blocks[0].module, found.stream.value)
         embedding = find_embedding(self.model, self.recording, first_of(found), text=text)
         if embedding is None:
@@ -203,6 +213,19 @@ class _Inference:
         else:
             self.not_offered.pop("ln_final", None)  # it is known what the output layer reads
         return stack if function is None else replace(stack, final_norm=function), heads, readout
+
+    def _pooled(self, found: FoundStack, final: Norm | None) -> Pool | None:
+        """The one vector of each image, or sound, that is read behind the last block."""
+        last, after = collapse(self.recording, found), found.blocks[-1].end
+        return find_pool(self.recording, last, final, after, returned_by(self.model, self.given))
+
+    def _with_pooled(self, stack: Stack, pooled: Pool) -> tuple[Stack, ModuleCall | None]:
+        """The list of blocks with the norm that reads that vector, and the output layer behind it."""
+        self.not_offered.pop("ln_final", None)  # it is known what is read
+        if pooled.norm is None:
+            return stack, pooled.unembed
+        norm = Norm(self.relative(pooled.norm.path), pooled.norm.kind)
+        return replace(stack, final_norm=norm), pooled.unembed
 
     def _stack(self, found: FoundStack, name: str) -> tuple[Stack, Norm | None]:
         """A list of blocks, and its final norm with its path from the model."""

@@ -11,7 +11,7 @@ from adapters.automatic.attention import FoundAttention
 from adapters.automatic.layouts import relative
 from adapters.observe.errors import NotFound
 from adapters.observe.gradients import by_position, gradient_of
-from adapters.observe.tolerance import FITTED, tolerance, worked_out
+from adapters.observe.tolerance import FITTED, ROUNDED_TABLE, tolerance, worked_out
 from adapters.views import AlibiScores, Composed, FilledScores, HeadsOfBatch, MaskedScores, SinkScores, View
 
 #: A filler is this many times below the lowest score: half of it is then below those of a run in which scores are five
@@ -49,7 +49,7 @@ def rotation(attention: FoundAttention) -> tuple[int, bool, bool] | None:
         for adjacent in (False, True):
             pairs = [x[..., :dim].unflatten(-1, (-1, 2) if adjacent else (2, -1)) for x in (before, after)]
             sizes = [pair.norm(dim=-1 if adjacent else -2) for pair in pairs]
-            if bool(((sizes[0] - sizes[1]).abs() <= close).all()):
+            if bool(((sizes[0] - sizes[1]).abs() <= close + ROUNDED_TABLE * sizes[0]).all()):
                 return dim, adjacent, plain
     return None
 
@@ -59,12 +59,13 @@ def rotary_base(attention: FoundAttention, dim: int, adjacent: bool) -> float | 
     query = attention.turned("q")
     if query is None or dim < 4:
         return None
-    x, y = attention.normed("q").double()[:, 1], query.transpose(1, 2).double()[:, 1]
+    x, y = attention.normed("q").double(), query.transpose(1, 2).double()
     first, second = (2, 3) if adjacent else (1, 1 + dim // 2)
-    turned = torch.atan2(
-        x[..., first] * y[..., second] - x[..., second] * y[..., first],
-        x[..., first] * y[..., first] + x[..., second] * y[..., second],
-    ).abs()
+    turn = torch.complex(x[..., first], -x[..., second]) * torch.complex(y[..., first], y[..., second])
+    steps = turn[:, 1:].sum((0, 2)) * turn[:, :-1].sum((0, 2)).conj()
+    if bool(((steps / steps.abs() - (steps / steps.abs())[:1]).abs() > 0.1).any()):
+        return None  # a position is not one number, as in a grid of patches
+    turned = turn[:, 1].angle().abs()
     angle = float(turned.median())
     if angle <= 0 or bool(((turned - angle).abs() > FITTED * angle).any()):
         return None

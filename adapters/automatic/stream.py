@@ -14,7 +14,7 @@ from adapters.automatic.layouts import parameter_of, relative
 from adapters.automatic.norms import rounded
 from adapters.block import MixElement
 from adapters.observe.calls import BorderTensor, Mark, ModuleCall, Recording
-from adapters.observe.tolerance import FITTED, NEGLIGIBLE, worked_out
+from adapters.observe.tolerance import FITTED, NEGLIGIBLE, agree, worked_out
 from adapters.views import Affine, Chain, times, transformed
 
 #: Vectors are parallel where the square of the sine between them is below this: the rounding of float32 (6e-8) leaves
@@ -266,13 +266,25 @@ class Sums:
 
         def terms(weights: dict[int, float]) -> tuple[Term, ...]:
             made = sorted(weights, key=lambda i: candidates[i].made[0][0].end)
-            return tuple(Term(candidates[i], times(weights[i])) for i in made)
+            return tuple(self._scaled(candidates[i], times(weights[i])) for i in made)
 
         rough = 1e-6 * square + bound  # a first look, by sums of squares that lose digits
         for weights in _fits(square, dots.tolist(), gram.tolist(), rough):
             if left(weights) <= bound:
                 return terms({i: rounded(weight) for i, weight in weights.items()})
         return self._with_parameter(difference, candidates)
+
+    def _scaled(self, value: Value, transform: Chain) -> Term:
+        """A term, or what it is made of by a parameter that each column is multiplied with (LayerScale)."""
+        call, y = value.made[0][0], value.x.view(-1, self.width)
+        if not call.is_leaf or any(p.ndim > 1 for p in call.module.parameters()):
+            return Term(value, transform)
+        for before in self._candidates(self.block.start, call.start, [self.x, self.y]):
+            x = before.x.view(-1, self.width)
+            weight = (x * y).sum(0) / (x * x).sum(0).clamp_min(1e-30)
+            if agree(weight * x, y, each=True) and (name := parameter_of(self.block.module, weight, FITTED)):
+                return Term(before, (Affine(weight=name), *transform))
+        return Term(value, transform)
 
     def _with_parameter(self, difference: Tensor, candidates: Sequence[Value]) -> tuple[Term, ...] | None:
         """One value, and a parameter of the block that is added to it at every position."""

@@ -17,6 +17,7 @@ from adapters.building.ends import (
     batch_first,
     copied,
     embedding_points,
+    image_points,
 )
 from adapters.config import ModelConfig
 from adapters.feed_forward import MLP, MoE, mixture_points, mlp_points
@@ -46,7 +47,10 @@ def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) 
         cfg: its configuration.
     """
     base = base_path(model)
-    points = embedding_points(architecture, base, model, cfg.d_model) if architecture.embedding.tokens else []
+    made = architecture.embedding
+    points = (
+        embedding_points(architecture, base, model, cfg.d_model) if made.tokens else image_points(made, base, model)
+    )
     ended = len(points)
     for stack in architecture.stacks:
         blocks = join(base, stack.path)

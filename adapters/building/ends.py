@@ -12,8 +12,8 @@ from adapters.architecture import Architecture, Stack
 from adapters.norms import Norm, norm_points
 from adapters.paths import call_number, has_module, join, module_at, module_path, path_from
 from adapters.points import Point, PointList, Site
-from adapters.stream_ends import Head
-from adapters.views import Composed, Copied, PositionsFirst, Scaled, WithBatchAxis
+from adapters.stream_ends import Embedding, Head
+from adapters.views import Composed, Copied, Patches, PositionsFirst, Scaled, WithBatchAxis
 
 
 def embedding_points(architecture: Architecture, base: str, model: nn.Module, d_model: int) -> list[Point]:
@@ -60,6 +60,26 @@ def embedding_points(architecture: Architecture, base: str, model: nn.Module, d_
     found = copied(points.points, {(join(base, path), kind) for path, kind in architecture.stack.changed_before})
     view = architecture.stack.stream_view
     return batch_first(found) if isinstance(view, PositionsFirst) and view.embeddings else found
+
+
+def image_points(made: Embedding, base: str, model: nn.Module) -> list[Point]:
+    """The hook points of an image's patches, and of the first stream that is made of them.
+
+    Args:
+        made: what the adapter declares.
+        base: the path of the model without its head.
+        model: the Hugging Face model.
+    """
+    points = PointList("", -1, "")
+    if made.patches:
+        site = Site(join(base, made.patches), "output")
+        view = Patches() if isinstance(module_at(model, site.path), nn.Conv2d) else None
+        points.add("hook_embed", site, view, "batch patch d_model", aliases=("embed.hook_out",))
+    if made.module is not None:
+        if made.norm:
+            norm_points(points, "embed.ln", made.norm.kind, Site(join(base, made.norm.path), "output"))
+        points.add("hook_full_embed", Site(join(base, made.module), "output"))
+    return points.points
 
 
 def batch_first(points: list[Point]) -> list[Point]:
@@ -128,8 +148,9 @@ def add_final_norm(
         site, shared = Site(path, "input"), Site(last, "output", stack.output[0])
     name = f"{stack.name}_final_ln" if stack.one_of_two else "ln_final"
     aliases = (f"{stack.name}_ln_final.hook_out",) if stack.one_of_two else ()
-    norm_points(points, name, norm.kind, site, shared=shared)
-    points.add(f"{name}.hook_out", site, group="extra", aliases=aliases)
+    axes = "batch d_model" if architecture.readout.pools_stream else None
+    norm_points(points, name, norm.kind, site, shared=shared, axes=axes)
+    points.add(f"{name}.hook_out", site, axes=axes, group="extra", aliases=aliases)
 
 
 def _width_behind(head: Head, model: nn.Module, d_model: int) -> str:
@@ -181,6 +202,12 @@ def add_unembedding(points: PointList, architecture: Architecture, model: nn.Mod
             head for head in architecture.heads if head.unembeds and has_module(model, path_from(model, head.path))
         )
         width = next((_width_behind(head, model, d_model) for head in between), "d_model")
-        points.add("unembed.hook_in", Site(path, "input"), axes=f"batch {points.pos} {width}", group="extra")
-        axes = f"batch {points.pos} d_vocab_out"
-        points.add("unembed.hook_out", Site(path, "output"), axes=axes, group="extra", aliases=("hook_unembed",))
+        rows = f"batch {points.pos}" if architecture.readout.pooled is None else "batch"
+        points.add("unembed.hook_in", Site(path, "input"), axes=f"{rows} {width}", group="extra")
+        points.add(
+            "unembed.hook_out",
+            Site(path, "output"),
+            axes=f"{rows} d_vocab_out",
+            group="extra",
+            aliases=("hook_unembed",),
+        )

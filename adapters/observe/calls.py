@@ -120,7 +120,13 @@ class ModuleCall:
         """It multiplies with a matrix."""
         inner = getattr(self.module, "base_layer", self.module)
         weight = getattr(inner, "weight", None)
-        return self.is_leaf and isinstance(weight, Tensor) and weight.ndim == 2 and not isinstance(inner, nn.Embedding)
+        matrix = self.is_leaf and isinstance(weight, Tensor) and weight.ndim == 2
+        return matrix and not isinstance(inner, nn.Embedding) and not self._weighs_heads(weight)
+
+    def _weighs_heads(self, weight: Tensor) -> bool:
+        """A weight is a number for each column of each head, as in a norm (Cohere)."""
+        x = self.entered.value.shape if self.entered else ()
+        return x[-2:] == weight.shape and len(self.left) == 1 and self.left[0].value.shape == x
 
     def holds(self, other: ModuleCall) -> bool:
         """The other one was made while this one ran."""

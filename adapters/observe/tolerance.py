@@ -43,6 +43,9 @@ _HALF = 5e-2
 FITTED = 1e-3
 #: A factor below this is none: what it would add is what `FITTED` leaves of the rest.
 NEGLIGIBLE = 1e-3
+#: What the size of a pair of columns that is turned may change by: sines and cosines in a table (RoFormer) are rounded
+#: with the parameters, in bfloat16 by 2 ** -9.
+ROUNDED_TABLE = 1e-2
 #: How much more than single numbers those may differ by that are worked out from many: sums, differences, quotients,
 #: least squares.
 _WORKED_OUT = 10

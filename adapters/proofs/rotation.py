@@ -75,7 +75,7 @@ def prove_rotation(
             continue
         turn = _turn(findings, claim, where, x[..., :width], y[..., :width], cfg.rotary_adjacent_pairs)
         if turn is not None:
-            backwards.add(_speed(findings, claim, where, turn, base, speeds))
+            backwards.add(_speed(findings, claim, where, turn, base, speeds, images=not cfg.d_vocab))
     if len(backwards) > 1:
         findings.holds(claim, f"{at}hook_rot_k", False, "queries and keys turn in opposite directions")
     return bool(turned)
@@ -113,6 +113,8 @@ def _speed(
     turn: Complex[Tensor, "pos pair"],
     base: float | None,
     speeds: Float[Tensor, " pair"] | None,
+    *,
+    images: bool,
 ) -> bool:
     """Whether they turn backwards, which is one if both do (nanochat).
 
@@ -120,6 +122,14 @@ def _speed(
     from the first: where that one is turned (PaliGemma begins at 1), so are all by as much.
     """
     pos, pairs = turn.shape
+    if base is None and images:
+        found = _on_grid(turn / turn.abs())
+        findings.holds(
+            claim, where, found <= findings.angles, f"rows and columns do not turn by themselves ({found:.1e})"
+        )
+        return False
+    if base is None and pairs == 1:
+        base = 1.0  # of one pair, no power of it is taken
     if base is None:
         findings.holds(claim, where, False, "cfg does not say the base of the rotation")
         return False
@@ -133,6 +143,20 @@ def _speed(
     seen = f"the angles are not those of the base {base} (by {worst:.1e})"
     findings.holds(claim, where, min(worst, mirrored) <= findings.angles, seen)
     return mirrored < worst
+
+
+def _on_grid(turn: Complex[Tensor, "pos pair"]) -> float:
+    """How far the turns of a square of patches are from one for the row times one for the column.
+
+    Positions before the patches (the class token, registers) do not turn.
+    """
+    turned = ((turn - 1).abs() > 1e-6).any(1).nonzero().flatten()
+    patches = turn[int(turned[0]) :]
+    side = math.isqrt(len(patches))
+    if side**2 != len(patches) or side < 2:
+        return math.inf
+    grid = patches.view(side, side, -1)
+    return float((grid * grid[:1, :1] - grid[:, :1] * grid[:1]).abs().max())
 
 
 def _scaled_speeds(config: PreTrainedConfig, base: float, local: bool) -> Float[Tensor, " pair"] | None:

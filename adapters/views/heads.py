@@ -24,6 +24,19 @@ class Heads(View):
         return new.flatten(-2)
 
 
+@dataclass(frozen=True, repr=False)
+class Patches(View):
+    """``batch d_model row column -> batch patch d_model``: row by row."""
+
+    identity = False
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        return x.flatten(2).transpose(1, 2)
+
+    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        return new.transpose(1, 2).reshape(x.shape)
+
+
 class Selected(View):
     """A part of a fused projection: `get` returns a view of its argument, which can be written to."""
 

@@ -15,6 +15,7 @@ from adapters.building.ends import more_embed_name
 from adapters.config import is_language_part
 from adapters.linear import weight_in_out
 from adapters.mixers.part import Mixer
+from adapters.stream_ends import Embedding
 from bridge.analysis.layer_outputs import Room, bias_written, neuron_labels, results_of_heads, results_of_neurons
 from bridge.analysis.requirements import Activations, Index, layer_of, pick, plain, refuse_no_sum, require
 from bridge.analysis.residual_norms import PostNorm, StreamNorm, gradients_of, norm_of, post_norm
@@ -59,6 +60,8 @@ class _Walk:
         self.bias: Tensor | None = None
         self.room: Room | None = None
         self.begins = self.model.architecture.embedding
+        if not self.begins.tokens:  # images, whose first stream is one term
+            self.begins = Embedding(module=self.begins.module)
         #: It is the text of a model that is given images or sound, too.
         self.sees = is_language_part(self.model.original_model)
         refuse_no_sum(self.model, of_normed=True)
@@ -74,7 +77,7 @@ class _Walk:
                 if self.heads and named.name == "attn":
                     self.is_offered(f"blocks.{layer}.attn.hook_z")
         if "embed" in self.groups:
-            self.is_offered("hook_embed")
+            self.is_offered(self.embeddings()["embed"])
 
     def is_offered(self, name: str) -> None:
         """Refuses a model of which not all that is written to the stream can be seen."""
@@ -143,6 +146,8 @@ class _Walk:
     def embeddings(self) -> dict[str, str]:
         """The hook points of the embeddings that are added to the residual stream, by label."""
         begins = self.begins
+        if not begins.tokens:
+            return {"embed": "hook_full_embed"}
         found = {"embed": "embed.hook_projected" if begins.project and not begins.projects_sum else "hook_embed"}
         if (
             begins.positions and self.model.cfg.positional_embedding_type != "shortformer"

@@ -8,6 +8,7 @@ from typing import Any
 from jaxtyping import Int
 from torch import Tensor
 
+from adapters.inputs.arguments import takes
 from bridge.facade.base import WrappedModel
 from bridge.hooks.arguments import refuse_wrong_types
 from bridge.run import tokenization
@@ -26,6 +27,12 @@ class TokenMethods(WrappedModel):
         Raises:
             ValueError: the bridge has no tokenizer.
         """
+        taken = takes(self.core)
+        if self.tokenizer is None and taken.tokens is None:
+            raise TokenError(
+                f"{type(self.core).__name__} reads {taken.main}, not text: it has no tokens. Give the bridge that "
+                f"tensor, as in bridge.run_with_cache({taken.main}=...)"
+            )
         if self.tokenizer is None:
             raise TokenError(
                 "this bridge has no tokenizer, so it takes tokens only; TransformerBridge(model, tokenizer) gives one"

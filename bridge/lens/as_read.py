@@ -24,7 +24,8 @@ def as_read(bridge: Readable, decode: Decode, hooked: bool) -> Decode:
     """
     behind = [hook for hook in bridge.hook_dict.values() if hook.point.depth >= bridge.cfg.n_layers]
     paths = dict.fromkeys(hook.point.site.path for hook in behind)
-    modules = [bridge.core.get_output_embeddings(), *[module_at(bridge.original_model, path) for path in paths if path]]
+    own = bridge.core.get_output_embeddings()  # none: a classifier's head, which is a hook point
+    modules = [*[own][: own is not None], *[module_at(bridge.original_model, path) for path in paths if path]]
 
     def hooks() -> list[tuple[str, object]]:
         active = [(hook.name, listener) for hook in behind if hook.listeners for listener in hook.visible_listeners()]

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from adapters.paths import path_from
 from bridge.analysis.requirements import refuse_no_stream
 from bridge.hooks.act_names import last_stream
 from bridge.hooks.arguments import refuse_wrong_types
@@ -109,6 +110,23 @@ def _raw(bridge: Readable) -> Callable[[Tensor, int], Tensor]:
     return lambda stream, layer: readout.logits(unembed.forward(stream * readout.factor_in), bridge.core)
 
 
+def _classified(bridge: Readable) -> Callable[[Tensor, int], Tensor]:
+    """Reads each position of an image through the final norm and the classifier's head.
+
+    The head reads one position, or a mean of several: at the end, its logits are the mean of these readings.
+
+    Raises:
+        ValueError: the norm reads that mean.
+    """
+    if why := bridge.architecture.why_no_logit_sum():
+        raise ValueError(f"{bridge.cfg.model_name}: {why}")
+    final, read = bridge.architecture.stack.final_norm, _raw(bridge)
+    if final is None:
+        return read
+    norm = bridge.original_model.get_submodule(path_from(bridge.original_model, final.path))
+    return lambda stream, layer: read(norm.forward(stream), layer)
+
+
 def _decoder(bridge: Readable, kind: str | TunedLens) -> Callable[[Tensor, int], Tensor]:
     """From a stream and its layer to logits.
 
@@ -125,4 +143,6 @@ def _decoder(bridge: Readable, kind: str | TunedLens) -> Callable[[Tensor, int],
         return _raw(bridge)
     if kind != "normed":
         raise ValueError(f"kind is {kind!r}; it must be {', '.join(map(repr, KINDS))} or a TunedLens")
+    if bridge.architecture.readout.pooled is not None:
+        return _classified(bridge)
     return lambda stream, layer: bridge(stream, start_at_layer=n)

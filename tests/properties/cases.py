@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
+from transformers import PreTrainedConfig
 
 from adapters.registry import family_of
 from bridge.native.model import NativeModel
@@ -54,15 +55,21 @@ def with_options(case: Case) -> Iterator[Case]:
         ValueError, TypeError, AttributeError, ImportError, AssertionError, ZeroDivisionError, StrictDataclassError,
     ):  # fmt: skip
         return  # there is no such model, and the type's own row says so
+    for option in switched(config).items():
+        yield Case(case.model_type, case.task, (option,))
+
+
+def switched(config: PreTrainedConfig) -> dict[str, Any]:
+    """The options of a configuration, with the other values. Of several parts, none: they have theirs.
+
+    Args:
+        config: as usual.
+    """
     if config.get_text_config() is not config:
-        return
+        return {}
     found = vars(config)
-    for name in SWITCHES:
-        if isinstance(value := found.get(name), bool):
-            yield Case(case.model_type, case.task, ((name, not value),))
-    for name, value in (VALUES | _GATED).items():
-        if name in found and found[name] != value:
-            yield Case(case.model_type, case.task, ((name, value),))
+    values = {name: value for name, value in (VALUES | _GATED).items() if name in found and found[name] != value}
+    return {name: not found[name] for name in SWITCHES if isinstance(found.get(name), bool)} | values
 
 
 def family(case: Case) -> str:

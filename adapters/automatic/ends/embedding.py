@@ -52,7 +52,7 @@ class FoundEmbedding:
         return replace(
             found,
             tokens=found.tokens and relative(found.tokens),
-            added=tables(at(found.positions), at(found.types), tuple(map(relative, found.more))),
+            added=tables(at(found.positions), at(found.types), tuple(map(relative, found.more)), at(found.patches)),
             norm=found.norm and Norm(relative(found.norm.path), found.norm.kind),
             project=at(found.project),
             module=at(found.module),

@@ -174,11 +174,16 @@ def _large_logits(model: nn.Module, inputs: Given, unembed: ModuleCall) -> tuple
         lambda module, args, output: before if isinstance(output, Tensor) and output.shape == before.shape else output
     )
     try:
-        with torch.no_grad():
-            logits = next(iter(elements_of(model(**inputs))), None)
+        return before, returned_by(model, inputs)
     finally:
         handle.remove()
-    return before, logits if isinstance(logits, Tensor) else None
+
+
+def returned_by(model: nn.Module, inputs: Given) -> Tensor | None:
+    """What a model returns first: logits, where it has them; None where that is no tensor."""
+    with torch.no_grad():
+        logits = next(iter(elements_of(model(**inputs))), None)
+    return logits if isinstance(logits, Tensor) else None
 
 
 def _holder_of(model: nn.Module, bias: Tensor) -> str | None:

@@ -40,7 +40,8 @@ def prove_beginning(evidence: Evidence, findings: Findings) -> None:
             _own_embeddings(evidence, findings, stack)
     made = architecture.embedding
     if not made.tokens:
-        return  # it begins with images or sound
+        _patches(evidence, findings, made)
+        return
     tokens = evidence.call(evidence.base, made.tokens)
     findings.holds(
         ENDS,
@@ -84,6 +85,31 @@ def prove_beginning(evidence: Evidence, findings: Findings) -> None:
         findings.inconclusive(ENDS, "what is not made of tokens: images have its place")
         rest, embed = rest[text], embed[text]
     findings.equal(ENDS, first, rest, embed.to(rest.dtype), float(stream.abs().max()))
+
+
+def _patches(evidence: Evidence, findings: Findings, made: Embedding) -> None:
+    """The first stream of an image: patches at its last positions, and what is the same in each image.
+
+    That is the class token, registers, and the embeddings of positions.
+    """
+    if made.module is None:
+        return
+    full = evidence.get("hook_full_embed")
+    findings.equal(ENDS, "blocks.0.hook_resid_pre", evidence.get("blocks.0.hook_resid_pre"), full)
+    if made.norm:
+        norm = evidence.call(evidence.base, made.norm.path)
+        findings.equal(ENDS, "embed.ln", norm.result if norm else None, full)
+        full = norm.input if norm else None
+    patches = evidence.get("hook_embed")
+    if made.patches is None:
+        return
+    if full is None or patches is None:
+        findings.holds(ENDS, "hook_embed", False, "the layer of patches or the first block did not run")
+        return
+    constant = full.clone()
+    constant[:, -patches.shape[1] :] -= patches.to(full)
+    expected = constant[:1].expand_as(constant)
+    findings.equal(ENDS, "hook_embed", constant, expected, float(full.abs().max()))
 
 
 def _text_places(evidence: Evidence, first: str, stream: Tensor | None) -> Tensor | None:

@@ -34,6 +34,8 @@ def prove_end(evidence: Evidence, findings: Findings, streams: Sequence[tuple[St
             call = evidence.call(evidence.base, stack.collapse)
             findings.equal(ENDS, stack.collapse, like(call.input if call else None, stream), stream)
             stream = call.result if call else None
+        if evidence.bridge.architecture.readout.pools_stream and stream is not None:
+            stream = evidence.bridge.architecture.readout.pool(stream)
         if stack.final_norm:
             stream = _normed(evidence, findings, stack.final_norm, stream)
     for head in evidence.bridge.architecture.heads:
@@ -76,7 +78,11 @@ def _unembedded(evidence: Evidence, findings: Findings, stream: Tensor | None) -
     readout = evidence.bridge.architecture.readout
     unembed = evidence.call(evidence.from_model("." + readout.path)) if readout.path else None
     base = evidence.call(evidence.base)
+    if unembed is None and readout.pooled is not None:
+        return  # one vector of each image, which its norm puts out
     last = unembed.input if unembed else base.result if base else None
+    if stream is not None and not readout.pools_stream:
+        stream = readout.pool(stream)
     if last is None or stream is None or last.shape != stream.shape:
         findings.holds(ENDS, "unembed", False, "what it reads is not what the final norm makes")
         return
