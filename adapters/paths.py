@@ -6,7 +6,6 @@ it, and what is inside during that call.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 
@@ -113,7 +112,6 @@ def base_path(model: nn.Module) -> str:
     return join(core, prefix) if base is not None and _takes_all(type(base), type(module)) else core
 
 
-@functools.cache
 def _takes_all(base: type[nn.Module], model: type[nn.Module]) -> bool:
     """Whether a base model takes what its model does: the encoder of DINOv3, of that name, is given embeddings."""
     main = getattr(model, "main_input_name", "input_ids")

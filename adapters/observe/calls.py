@@ -120,8 +120,9 @@ class ModuleCall:
         """It multiplies with a matrix."""
         inner = getattr(self.module, "base_layer", self.module)
         weight = getattr(inner, "weight", None)
-        matrix = self.is_leaf and isinstance(weight, Tensor) and weight.ndim == 2
-        return matrix and not isinstance(inner, nn.Embedding) and not self._weighs_heads(weight)
+        if not (self.is_leaf and isinstance(weight, Tensor) and weight.ndim == 2):
+            return False
+        return not isinstance(inner, nn.Embedding) and not self._weighs_heads(weight)
 
     def _weighs_heads(self, weight: Tensor) -> bool:
         """A weight is a number for each column of each head, as in a norm (Cohere)."""

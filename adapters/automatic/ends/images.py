@@ -98,7 +98,7 @@ def find_pool(
             return Pool(pools[call], None, call)
         if norm and call.entered and call.entered.mark == norm.left[0].mark:
             return Pool(pools[norm], Norm(norm.path, norms[norm]), call)
-    return norm and Pool(pools[norm], Norm(norm.path, norms[norm]), None)
+    return None if norm is None else Pool(pools[norm], Norm(norm.path, norms[norm]), None)
 
 
 def _pool_of(x: Tensor, seen: Tensor) -> tuple[int, int | None] | None:
