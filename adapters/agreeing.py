@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import Cache
 
 
 class DifferentEditsError(RuntimeError):
@@ -115,7 +117,9 @@ class Peers:
 
 
 def number_of(given: object) -> int:
-    """A number that says which tensors, texts and numbers these are; other objects do not count.
+    """A number that says which tensors, arrays, texts and numbers these are; other objects do not count.
+
+    Of a cache of keys and values, of which each process may have a part, it is the length.
 
     Args:
         given: one of them, or a list or mapping of them.
@@ -129,6 +133,10 @@ def number_of(given: object) -> int:
     if isinstance(given, Tensor):
         data = given.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         return zlib.crc32(data.numpy().tobytes(), zlib.crc32(repr(given.shape).encode()))
+    if isinstance(given, np.ndarray):
+        return number_of(torch.as_tensor(given))
+    if isinstance(given, Cache):
+        return number_of(given.get_seq_length())
     if isinstance(given, Mapping):
         return number_of(list(given.values()))
     if isinstance(given, list | tuple):
@@ -137,11 +145,12 @@ def number_of(given: object) -> int:
 
 
 def _checksum(x: Tensor) -> int:
-    """A number that another tensor of this shape would not have: of its bits, each with a factor of its place."""
+    """A number that another tensor of this shape has by accident only: of its bits, each with a factor of its place."""
     size = x.element_size()
     bits = x.detach().contiguous().flatten()
     bits = torch.view_as_real(bits).flatten() if bits.is_complex() else bits
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     words = bits.view(integers[bits.element_size()]).long()
-    places = torch.arange(1, len(words) + 1, device=x.device) % 65521 + 1
+    words = words ^ (words >> 32)  # the upper bits, signs among them, count where they are not cut off
+    places = torch.arange(1, len(words) + 1, device=x.device) * 2_654_435_761 + 1
     return int((words * places).sum()) % (2**61) + size

@@ -9,6 +9,7 @@ from typing import Literal, TypeVar, cast
 import torch
 from einops import reduce
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from adapters.linear import bias_of, head_results, project_per_head
 from adapters.norms import Norm, norm_points
@@ -50,9 +51,30 @@ class PerHeadInput(Derived):
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         # `forward`, not a call: the hook points that stand on the norm see the model's own computation only.
         normed = call.sources[0][0].forward(new) if call.sources else new
+        if call.sources and not (torch.compiler.is_compiling() or isinstance(x, FakeTensor)):
+            self._refuse_edited_norm(call)
         for _, shift in call.sources[1:]:
             normed = normed + shift.unsqueeze(-2)
         return self.part.put(x, project_per_head(call.module, self.part, normed, call), call)
+
+    @staticmethod
+    @torch.no_grad()
+    def _refuse_edited_norm(call: Call) -> None:
+        """Refuses to norm inputs of heads anew where a hook changed the norm that they share: its edit would be lost.
+
+        Raises:
+            RuntimeError: it did.
+        """
+        norm, entered = call.sources[0]
+        read = norm.forward(entered)
+        for _, shift in call.sources[1:]:
+            read = read + shift
+        if read.shape == call.input.shape and not torch.equal(read, call.input):
+            raise RuntimeError(
+                "in one run a hook changes the norm before attention (its hook_scale, hook_normalized or hook_out), "
+                "and another gives heads inputs of their own (hook_attn_in, hook_q_input, hook_k_input, hook_v_input), "
+                "which are normed again without that change: use two runs, or change one of them"
+            )
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
 
 from adapters.agreeing import Peers
 from adapters.gathering import Alike, Cut, Summed, SummedGradients
@@ -137,6 +138,19 @@ class Layout:
             except SpreadModelError as error:
                 found[point.name] = f"{error}: {self.said}"
         return found
+
+    def check_in_place(self, path: str, module: nn.Module) -> None:
+        """Looks whether what stands at a path is cut as it was when the bridge was made.
+
+        Raises:
+            SpreadModelError: it is another module, of which this process has all.
+        """
+        cut = self._layers(module_path(path))
+        if cut and not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+            raise SpreadModelError(
+                f"the module at {path!r} was replaced by one that is not cut, and the bridge was made of one that is: "
+                "make another bridge"
+            )
 
     def _axis(self, path: str, kind: str) -> int | None:
         """Along which axis what enters or leaves a module is cut."""
@@ -310,6 +324,14 @@ def _by_plan(
     if mesh.ndim > 1 or not all(same):
         raise SpreadModelError(f"the model is spread over a grid of processes ({mesh}): one axis is known to be right")
     _refuse_cut_heads(core, plan, mesh.size())
+    output = core.get_output_embeddings() if isinstance(core, PreTrainedModel) else None
+    if output is not None and any(
+        plan.get(name) == _GIVES_PART for name, module in core.named_modules() if module is output
+    ):
+        raise SpreadModelError(
+            "the plan gives each process the logits of a part of the vocabulary: let it say colwise_gather_output of "
+            "the output layer"
+        )
     inside = f"{path}." if path else ""
     sizes = {}
     for name, style in plan.items():

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 
 def held_here(parameter: Tensor) -> Tensor:
@@ -56,22 +56,20 @@ def put_together(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[Non
         with torch.no_grad():
             for part, full in together.items():
                 assert isinstance(part, DTensor)
-                part.to_local().copy_(_part(full.detach(), part, part.placements[0]))
+                part.to_local().copy_(_part(full.detach(), part, part.placements))
             for module in spread:
                 bias = module._parameters.get("bias")
                 module._parameters.update(parts[module])
                 weight = module._parameters.get("weight")
                 if bias is not None and parts[module].get("bias") is None and isinstance(weight, DTensor):
-                    by_columns = weight.placements[0] == Shard(0)
-                    new = _part(bias.detach(), weight, Shard(0) if by_columns else Replicate())
-                    place = [Shard(0) if by_columns else Replicate()]
+                    place = [Shard(0) if there == Shard(0) else Replicate() for there in weight.placements]
+                    new = _part(bias.detach(), weight, place)
                     whole = DTensor.from_local(
                         new, weight.device_mesh, place, run_check=False, shape=bias.shape, stride=(1,)
                     )
                     module._parameters["bias"] = nn.Parameter(whole, requires_grad=bias.requires_grad)
 
 
-def _part(full: Tensor, of: DTensor, placement: object) -> Tensor:
-    """What this process has of a tensor that is cut as a parameter is."""
-    made = distribute_tensor(full, of.device_mesh, [placement], src_data_rank=None)  # type: ignore[list-item]
-    return made.to_local()
+def _part(full: Tensor, of: DTensor, placements: Sequence[Placement]) -> Tensor:
+    """What this process has of a tensor that is cut over the processes of a parameter."""
+    return distribute_tensor(full, of.device_mesh, placements, src_data_rank=None).to_local()

@@ -108,6 +108,7 @@ def lower(
         for follower in hook.point.linked:
             other = bridge.wiring.points[follower.name]
             changes.setdefault(other, []).insert(0, Listener("leader", LeaderEdit(hook.name, follower)))
+    _refuse_edited_norms(changes)
     chosen = sorted({*changes, *capture}, key=lambda hook: hook.order)
     steps = tuple([LoweredPoint(hook, changes.get(hook, ()), hook in capture) for hook in chosen])
     by_site: dict[Site, list[LoweredPoint]] = {}
@@ -137,6 +138,22 @@ def lower(
         sites = tuple(site for site in sources if site.kind == "output" and site.path.removeprefix(prefix) in paths)
         found = embedding, sites
     return Lowered(model, here, found, steps, any(tap is LoweredExperts for _, tap in taps))
+
+
+def _refuse_edited_norms(changed: Collection[HookPoint]) -> None:
+    """Refuses edits of a norm and of inputs that heads have of their own, which are normed again.
+
+    Raises:
+        ValueError: there are both in one block.
+    """
+    norms = {(hook.point.stack, hook.point.depth): hook for hook in changed if hook.point.separate_consumers}
+    for hook in changed:
+        norm = norms.get((hook.point.stack, hook.point.depth))
+        if norm is not None and hook.point.flag == "use_split_qkv_input":
+            raise ValueError(
+                f"{norm.name} and {hook.name} cannot be changed in one program: what heads are given of their own is "
+                "normed again, without that change. Make two programs, or change one of them"
+            )
 
 
 def _functions_at(hook: HookPoint) -> Iterable[Listener]:

@@ -113,7 +113,7 @@ class PreparedPass:
         listening = self._listening = self._traced or bridge.wiring.listening
         if listening:
             bridge.wiring.check_in_place()
-        bridge.wiring.check_all_alike([asked.input, asked.attention_mask, asked.model_kwargs])
+        bridge.wiring.check_all_alike([asked.input, asked.attention_mask, asked.model_kwargs, start, self.stop])
         self._pass = forward_pass(scope=self._scope)
         run = self.run = self._pass.__enter__()
         try:

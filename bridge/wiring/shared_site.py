@@ -24,7 +24,7 @@ class SharedSite(SiteHook):
         layout: how the model is spread.
     """
 
-    __slots__ = ("_cut", "_given", "reads_plainly")
+    __slots__ = ("_cut", "_given", "_layout", "reads_plainly")
 
     def __init__(self, site: Site, find: Finder, attached: dict[SiteHook, None], layout: Layout) -> None:
         super().__init__(site, find, attached)
@@ -32,6 +32,7 @@ class SharedSite(SiteHook):
         inside = module_path(site.path) in layout.styles
         given = layout.cut(Site(site.path, "input")) if inside else None
         self._given = None if isinstance(given, Alike) else given
+        self._layout = layout
         self.reads_plainly = isinstance(self._cut, Alike) and not inside
 
     def see(self, x: Tensor, module: nn.Module, args: Args, kwargs: Kwargs) -> Tensor:
@@ -39,6 +40,7 @@ class SharedSite(SiteHook):
         active = [point for point in self.points if point.has_visible_listeners]
         if not (active or self.watchers or self.readers):
             return x
+        self._layout.check_in_place(self.site.path, module)
         # What is read separately, and some views, are computed from the module and its input.
         if self.readers or any(point.view.contextual for point in active):
             module = _whole(module)

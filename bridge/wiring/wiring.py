@@ -264,8 +264,8 @@ class Wiring:
             )
         if not same_input:
             raise DifferentEditsError(
-                "the processes that share this model are given different inputs: each computes a part of every row, so "
-                "give all of them the same"
+                "the processes that share this model are given different inputs (or masks, lengths of the past, layers "
+                "to run): each computes a part of every row, so give all of them the same"
             )
         if not same_draws:
             raise DifferentEditsError(
@@ -454,7 +454,8 @@ class Wiring:
             site = point.point.site
             tap = tap_on(site.kind, Finder(self.model, site.path).module)
             cut = None if self._layout is None else self._layout.cut(site)
-            if cut is not None:
+            if self._layout is not None and cut is not None:
+                self._layout.check_in_place(site.path, tap.module)
                 tap.cuts[str(site.key)] = cut
             self._taps[point] = tap
             tap.connect(str(site.key), point)

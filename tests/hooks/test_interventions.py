@@ -5,6 +5,7 @@ import torch
 
 from bridge import TransformerBridge
 from tests.conftest import tiny, torch_hooks
+from tests.tiny_models import tiny_model
 
 
 def standard(bridge):
@@ -261,3 +262,20 @@ def test_a_type_error_inside_a_hook_is_its_own(bridge, tokens):
     with pytest.raises(TypeError) as caught:
         bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.attn.hook_z", broken)])
     assert "parameter named" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["ln1.hook_scale", "ln1.hook_normalized", "ln1.hook_out"])
+@pytest.mark.parametrize("own", ["hook_attn_in", "hook_q_input"])
+def test_an_edited_norm_and_inputs_of_heads_are_refused_together(name: str, own: str) -> None:
+    """What heads are given of their own is normed again, and the edit of the norm would be lost."""
+    bridge = TransformerBridge(tiny_model("llama"))
+    tokens = torch.tensor([[3, 4, 5]])
+    before = bridge(tokens)
+    edits = [(f"blocks.0.{name}", lambda x, hook: x * 0.5), (f"blocks.0.{own}", lambda x, hook: x + 0.3)]
+    with pytest.raises(RuntimeError, match="normed again without that change"):
+        bridge.run_with_hooks(tokens, fwd_hooks=edits)
+    with pytest.raises(ValueError, match="cannot be changed in one program"):
+        bridge.program(interventions=edits)
+    looks = [(f"blocks.0.{name}", lambda x, hook: None), edits[1]]
+    assert not torch.equal(bridge.run_with_hooks(tokens, fwd_hooks=looks), before)
+    assert torch.equal(bridge(tokens), before)

@@ -129,7 +129,7 @@ def test_unknown_model_class_is_refused():
         TransformerBridge(torch.nn.Linear(2, 2))
     with pytest.raises(
         UnsupportedModelError,
-        match=r"Linear is no model of transformers \(a subclass of PreTrainedModel\), and there is no adapter",
+        match=r"Linear is no PreTrainedModel of transformers, and there is no adapter for Linear\. docs/models.md",
     ):
         TransformerBridge(torch.nn.Linear(2, 2), automatic=False)
 

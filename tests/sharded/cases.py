@@ -367,6 +367,31 @@ def context_parallel_is_refused(kind: str, folder: Path) -> None:
     bridge(TOKENS)
 
 
+def what_was_found_by_hostile_probes(kind: str, folder: Path) -> None:
+    """Signs in float64, layers to run, lengths of the past, modules replaced, cut logits."""
+    ours = TransformerBridge(tensor_parallel(kind, folder))
+    rank, name = dist.get_rank(), "blocks.0.attn.hook_z"
+    before = ours(TOKENS)
+    with pytest.raises(DifferentEditsError, match="differs"):
+        ours.run_with_hooks(TOKENS, fwd_hooks=[(name, lambda z, hook: z * (1 - 2 * rank))])
+    with pytest.raises(DifferentEditsError, match="layers to run"):
+        ours(TOKENS, stop_at_layer=1 + rank)
+    past = ours.original_model(TOKENS, use_cache=True).past_key_values
+    if rank:
+        past.crop(-1)
+    with pytest.raises(DifferentEditsError, match="lengths of the past"):
+        ours(TOKENS[:, :1], past_key_values=past)
+    assert torch.equal(ours(TOKENS), before)
+    whole = load(kind, folder)
+    ours.original_model.model.layers[0] = whole.model.layers[0]
+    for point in (name, "blocks.0.mlp.hook_post", "blocks.0.attn.hook_pattern"):
+        with pytest.raises(SpreadModelError, match="make another bridge"):
+            ours.run_with_hooks(TOKENS, fwd_hooks=[(point, _halved)])
+    config = DistributedConfig(tp_plan={"lm_head": "colwise"}, tp_size=dist.get_world_size())
+    with pytest.raises(SpreadModelError, match="colwise_gather_output"):
+        TransformerBridge(load(kind, folder, distributed_config=config))
+
+
 def too_few_heads_are_refused(kind: str, folder: Path) -> None:
     """A head of keys that would be cut."""
     model = tensor_parallel(kind, folder)

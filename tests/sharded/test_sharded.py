@@ -36,6 +36,7 @@ CASES = (
     "different_gradients_are_refused:llama",
     "different_inputs_are_refused:llama",
     "not_compared:llama",
+    "what_was_found_by_hostile_probes:llama",
     "harvested:llama",
     "many_requests:llama",
     "too_few_heads_are_refused:llama_of_three_keys",

@@ -95,7 +95,8 @@ def _patches(evidence: Evidence, findings: Findings, made: Embedding) -> None:
     if made.module is None:
         return
     full = evidence.get("hook_full_embed")
-    findings.equal(ENDS, "blocks.0.hook_resid_pre", evidence.get("blocks.0.hook_resid_pre"), full)
+    first = f"{evidence.bridge.architecture.stack.name}.0.hook_resid_pre"
+    findings.equal(ENDS, first, evidence.get(first), full)
     if made.norm:
         norm = evidence.call(evidence.base, made.norm.path)
         findings.equal(ENDS, "embed.ln", norm.result if norm else None, full)
