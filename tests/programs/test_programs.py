@@ -84,7 +84,7 @@ def test_several_edits_on_one_stream_and_what_is_captured_between_them(bridge: T
     edits = [("blocks.0.hook_resid_post", add), ("blocks.1.hook_attn_in", in_place), ("blocks.1.attn.hook_z", in_place)]
     edits += [
         ("blocks.1.hook_resid_pre", add),
-        ("blocks.1.ln1.hook_scale", add),
+        ("blocks.0.ln1.hook_scale", add),
         ("blocks.1.hook_resid_post", in_place),
     ]
     names = [name for name in bridge.hook_dict if name.startswith("blocks.1")]
