@@ -13,9 +13,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from adapters.views.basis import InBasis, dense
+from bridge.analysis.requirements import refuse_training
 from bridge.bases.placing import takes_over, written_later
 from bridge.bridge import TransformerBridge
-from bridge.hooks.arguments import refuse_wrong_types
+from bridge.hooks.arguments import check_positive, refuse_wrong_types
 from bridge.hooks.hook_point import HookPoint
 
 #: What begins the residual stream.
@@ -111,8 +112,7 @@ class AttributionGraph:
         Raises:
             ValueError: no edge is asked for.
         """
-        if n < 1:
-            raise ValueError(f"n is {n}; it must be 1 or more")
+        check_positive("n", n)
         sizes = self.adjacency.abs()
         shares = sizes / sizes.sum(1, keepdim=True).clamp(min=1e-10)
         weights = self.influence()
@@ -224,8 +224,7 @@ def attribution_graph(
         >>> graph.draw(6, bridge, bridge.to_tokens("Mary and John"))
         Picture('Attribution graph')
     """
-    if bridge.training:
-        raise ValueError("the model is in training mode, in which runs differ by dropout: call bridge.eval() first")
+    refuse_training(bridge)
     hooks = [bridge.select_hooks(point)[0] for point in points]
     bases = [hook for hook in hooks if isinstance(hook.view, InBasis)]
     if not hooks or len(bases) < len(hooks):
