@@ -84,6 +84,11 @@ class AttributionGraph:
         sender, receiver = edge
         return float(self.adjacency[self._at[receiver], self._at[sender]])
 
+    def _shares(self) -> Float[Tensor, "node node"]:
+        """Each edge's share of the sizes of all that its receiver gets."""
+        sizes = self.adjacency.abs()
+        return sizes / sizes.sum(1, keepdim=True).clamp(min=1e-10)
+
     def influence(self) -> Float[Tensor, " node"]:
         """How much of the logits goes through each node, directly or not.
 
@@ -93,8 +98,7 @@ class AttributionGraph:
         Example:
             See `attribution_graph`.
         """
-        sizes = self.adjacency.abs()
-        shares = (sizes / sizes.sum(1, keepdim=True).clamp(min=1e-10)).double()
+        shares = self._shares().double()
         weights = shares.new_zeros(len(self.nodes))
         weights[len(self.nodes) - len(self.probabilities) :] = self.probabilities.double()
         # Edges go forward alone: w @ (shares + shares^2 + ...) ends.
@@ -113,11 +117,10 @@ class AttributionGraph:
             ValueError: no edge is asked for.
         """
         check_positive("n", n)
-        sizes = self.adjacency.abs()
-        shares = sizes / sizes.sum(1, keepdim=True).clamp(min=1e-10)
         weights = self.influence()
         weights[len(self.nodes) - len(self.probabilities) :] = self.probabilities
-        found = (shares * weights[:, None]).flatten().topk(min(n, int((sizes > 0).sum())))
+        n = min(n, int(self.adjacency.count_nonzero()))
+        found = (self._shares() * weights[:, None]).flatten().topk(n)
         pairs = [divmod(int(at), len(self.nodes)) for at in found.indices]
         return [(str(self.nodes[j]), str(self.nodes[i]), float(self.adjacency[i, j])) for i, j in pairs]
 
