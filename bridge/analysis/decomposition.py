@@ -16,7 +16,13 @@ from adapters.config import is_language_part
 from adapters.linear import weight_in_out
 from adapters.mixers.part import Mixer
 from adapters.stream_ends import Embedding
-from bridge.analysis.layer_outputs import Room, bias_written, neuron_labels, results_of_heads, results_of_neurons
+from bridge.analysis.layer_outputs import (
+    bias_written,
+    neuron_labels,
+    results_of_heads,
+    results_of_layers,
+    results_of_neurons,
+)
 from bridge.analysis.requirements import Activations, Index, layer_of, pick, plain, refuse_no_sum, require
 from bridge.analysis.residual_norms import PostNorm, StreamNorm, gradients_of, norm_of, post_norm
 from bridge.hooks.act_names import last_stream
@@ -32,13 +38,13 @@ class Term:
         group: what kind of part wrote it.
         labels: one for each component.
         value: ``[component, *batch_pos, d_model]``.
-        room: the memory that it may stand in, with others.
+        fresh: its memory is its own, not that of a cached activation.
     """
 
     group: Group
     labels: list[str]
     value: Tensor
-    room: Room | None = None
+    fresh: bool = False
 
 
 @dataclass
@@ -58,7 +64,6 @@ class _Walk:
         self.model = self.cache.model
         self.terms: list[Term] = []
         self.bias: Tensor | None = None
-        self.room: Room | None = None
         self.begins = self.model.architecture.embedding
         if not self.begins.tokens:  # images, whose first stream is one term
             self.begins = Embedding(module=self.begins.module)
@@ -225,7 +230,7 @@ class _Walk:
             self.terms.append(Term(group, [f"{layer}_{part}_out"], out[None]))
             return
         if group == "attn":
-            value = results_of_heads(self.cache, layer, self.pos_slice, self.room).movedim(-2, 0)
+            value = results_of_heads(self.cache, layer, self.pos_slice).movedim(-2, 0)
             labels = [f"L{layer}H{head}" for head in range(len(value))]
         else:
             kept = plain(self.neuron_slice)
@@ -240,7 +245,7 @@ class _Walk:
             scale = self.scale(norm)
             value = norm.linear(value, scale)
             bias = None if bias is None else norm.linear(bias.to(scale.device), scale)
-        self.terms.append(Term(group, labels, value, self.room))
+        self.terms.append(Term(group, labels, value))
         for more in (bias, norm.constant if norm and self.biases else None):
             if more is not None:
                 self.add_constant(more.to(value.device))
@@ -261,10 +266,24 @@ class _Walk:
         if norm.bias is not None:
             self.add_constant(norm.bias.to(scale.device))
 
+    def heads_together(self, layer: int) -> Term | None:
+        """All heads before a layer as one term, where nothing else is asked for and nothing follows them."""
+        alone = self.heads and list(self.groups) == ["attn"] and not (self.post_norms or self.biases)
+        if not alone or self.model.architecture.norms_on_the_stream:
+            return None
+        steps = ((index, named) for index in range(layer) for named in self.steps(index))
+        layers = [index for index, named in steps if group_of(named) == "attn" and self.fine(named)]
+        value = results_of_layers(self.cache, layers, self.pos_slice) if layers else None
+        if value is None:
+            return None
+        heads = range(len(value) // len(layers))
+        return Term("attn", [f"L{index}H{head}" for index in layers for head in heads], value, fresh=True)
+
     def go(self, layer: int, mlp_input: bool) -> None:
+        if not mlp_input and (together := self.heads_together(layer)):
+            self.terms.append(together)
+            return
         self.begin()
-        if self.heads and list(self.groups) == ["attn"]:
-            self.room = Room(layer)
         for index in range(layer):
             self.images(index)
             for named in self.steps(index):
@@ -364,8 +383,7 @@ def stacked(
         dtype = torch.promote_types(dtype, term.value.dtype)
     device = terms[0].value.device
     values = [term.value.to(device, dtype) for term in terms]
-    whole = None if terms[0].room is None else terms[0].room.whole(values)
-    return torch.cat(values) if whole is None else whole, labels
+    return values[0] if len(terms) == 1 and terms[0].fresh else torch.cat(values), labels
 
 
 def at_the_end(

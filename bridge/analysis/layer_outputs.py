@@ -21,57 +21,62 @@ def _module_at(model: AnalysedModel, name: str) -> nn.Module:
 
 def _to_module(x: Tensor, module: nn.Module) -> Tensor:
     """The activation where the module's parameters are (a cache may be kept elsewhere)."""
-    parameter = next(module.parameters(), None)
+    own = module.parameters() if module._modules else module._parameters.values()
+    parameter = next((parameter for parameter in own if parameter is not None), None)
     return x if parameter is None or parameter.device.type == "meta" else x.to(parameter.device)
 
 
-class Room:
-    """Memory for what the heads of several layers write, one behind the other: nothing is copied to stack them.
+def results_of_layers(
+    cache: Activations, layers: Sequence[int], pos_slice: Index = None
+) -> Float[Tensor, "layer_head *batch_pos d_model"] | None:
+    """What the heads of several layers write, in one tensor: nothing is copied to stack them.
+
+    All is looked up before the first product: between products, whose weights fill the processor's caches, it would
+    take as long as these.
 
     Args:
-        n_layers: how many layers there are.
+        cache: an `ActivationCache`.
+        layers: the blocks, one or more.
+        pos_slice: which positions.
+
+    Returns:
+        None where this is not possible and `results_of_heads` is to be asked for each: a result is cached, a graph is
+        recorded, an output projection is no plain matrix, or layers differ in shape.
+
+    Raises:
+        MissingActivationsError, ValueError: as for `results_of_heads`.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.analysis.layer_outputs import results_of_layers
+        >>> _, cache = TransformerBridge.boot_embedded().run_with_cache("Mary and")
+        >>> results_of_layers(cache, [0, 1], pos_slice=-1).shape
+        torch.Size([8, 1, 128])
     """
-
-    def __init__(self, n_layers: int) -> None:
-        self._n_layers, self._taken = n_layers, 0
-        self._memory: Tensor | None = None
-
-    def take(self, z: Float[Tensor, "1 rows n_heads d_head"], d_model: int) -> Tensor | None:
-        """``[n_heads, rows, d_model]`` for the next layer; None with gradients, or where it is of another shape.
-
-        Args:
-            z: what its output projection reads.
-            d_model: the width of what it writes.
-        """
-        _, rows, heads, _ = z.shape
-        if self._memory is None:
-            self._memory = z.new_empty(self._n_layers * heads, rows, d_model)
-        memory, start = self._memory, self._taken
-        fits = memory.shape[1:] == (rows, d_model) and memory.dtype == z.dtype and memory.device == z.device
-        if torch.is_grad_enabled() or not fits or start + heads > len(memory):
+    if torch.is_grad_enabled() or any(f"blocks.{layer}.attn.hook_result" in cache for layer in layers):
+        return None
+    names = [f"blocks.{layer}.attn.hook_z" for layer in layers]
+    read = [pick(z, pos_slice, -3) for z in require(cache, names)]
+    weights = [weight_in_out(cache.module_of_the_run(name)) for name in names]
+    if any(_factor(cache.model, layer, "attn") != 1 for layer in layers):
+        return None
+    first, *batch_pos = read[0], *read[0].shape[:-2]
+    heads, d_head = first.shape[-2:]
+    of = lambda x: (x.shape, x.dtype, x.device)
+    like = (heads * d_head, cache.model.cfg.d_model)
+    products: list[tuple[Tensor, Tensor]] = []
+    for z, weight in zip(read, weights, strict=True):
+        if weight is None or of(z) != of(first) or of(weight) != (like, z.dtype, z.device):
             return None
-        self._taken += heads
-        return memory[start : self._taken]
-
-    def whole(self, parts: Sequence[Tensor]) -> Tensor | None:
-        """The parts in one tensor, where they are all that stands here, in turn; else None.
-
-        Args:
-            parts: ``[n_heads, *batch_pos, d_model]``, alike but for the first axis.
-        """
-        memory = self._memory
-        at = 0 if memory is None else memory.data_ptr()
-        for part in parts:
-            if memory is None or part.data_ptr() != at or not part.is_contiguous():
-                return None
-            at += part.numel() * part.element_size()
-        if memory is None or at != memory.data_ptr() + memory.numel() * memory.element_size():
-            return None
-        return memory.view(-1, *parts[0].shape[1:])
+        products.append((z.reshape(-1, heads, d_head).transpose(0, 1), weight.view(heads, d_head, -1)))
+    made = first.new_empty(len(layers), heads, *products[0][0].shape[1:2], like[1])
+    for (z, weight), out in zip(products, made, strict=True):
+        torch.bmm(z, weight, out=out)
+    return made.view(-1, *batch_pos, like[1])
 
 
 def results_of_heads(
-    cache: Activations, layer: int, pos_slice: Index = None, room: Room | None = None
+    cache: Activations, layer: int, pos_slice: Index = None
 ) -> Float[Tensor, "*batch_pos n_heads d_model"]:
     """What each head of a layer writes, without the output bias: the cached `hook_result`, or computed from `hook_z`.
 
@@ -81,7 +86,6 @@ def results_of_heads(
         cache: an `ActivationCache`.
         layer: the block.
         pos_slice: which positions.
-        room: memory for the results of this layer and others.
 
     Raises:
         MissingActivationsError: neither is cached.
@@ -98,11 +102,11 @@ def results_of_heads(
     if name in cache:
         return pick(cache[name], pos_slice, -3)
     (z,) = require(cache, [f"blocks.{layer}.attn.hook_z"])
-    return written_by_heads(cache, layer, pick(z, pos_slice, -3), room)
+    return written_by_heads(cache, layer, pick(z, pos_slice, -3))
 
 
 def written_by_heads(
-    cache: Activations, layer: int, z: Float[Tensor, "*any n_heads d_head"], room: Room | None = None
+    cache: Activations, layer: int, z: Float[Tensor, "*any n_heads d_head"]
 ) -> Float[Tensor, "*any n_heads d_model"]:
     """What each head of a layer writes for a `hook_z` that is given, without the output bias.
 
@@ -110,7 +114,6 @@ def written_by_heads(
         cache: an `ActivationCache`.
         layer: the block.
         z: what the output projection reads.
-        room: memory for the results of this layer and others.
 
     Raises:
         ValueError: the output projection has other weights now than in the run.
@@ -127,8 +130,7 @@ def written_by_heads(
     rows = _to_module(z, module).reshape(1, -1, *z.shape[-2:])
     factor = _factor(cache.model, layer, "attn")
     with gradients_of(z):
-        out = None if room is None or factor != 1 else room.take(rows, cache.model.cfg.d_model)
-        results = head_results(module, rows, out).reshape(*z.shape[:-1], -1).to(z.device)
+        results = head_results(module, rows).reshape(*z.shape[:-1], -1).to(z.device)
     return results if factor == 1 else results * factor
 
 
