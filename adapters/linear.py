@@ -28,7 +28,7 @@ def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 def weight_in_out(module: nn.Module) -> Tensor | None:
     """The weight of a plain linear layer as ``[d_in, d_out]``, a view; None for anything else (LoRA, quantised)."""
-    if not is_linear(module) and type(module) is not Conv1D:
+    if type(module) is not Conv1D and not is_linear(module):
         return None
     weight: Tensor = materialized(module, "weight")
     if type(weight) not in _PLAIN:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,8 +67,8 @@ class _Walk:
         self.begins = self.model.architecture.embedding
         if not self.begins.tokens:  # images, whose first stream is one term
             self.begins = Embedding(module=self.begins.module)
-        #: It is the text of a model that is given images or sound, too.
-        self.sees = is_language_part(self.model.original_model)
+        #: Embeddings are asked for, of the text in a model that is given images or sound, too.
+        self.sees = "embed" in self.groups and is_language_part(self.model.original_model)
         refuse_no_sum(self.model, of_normed=True)
         for layer in range(self.model.cfg.n_layers):
             steps = self.steps(layer)
@@ -209,7 +209,7 @@ class _Walk:
 
     def images(self, layer: int) -> None:
         """What images, or sound, put into the stream before a layer: in place of their tokens, or on top of them."""
-        if not self.sees or "embed" not in self.groups or layer == self.model.cfg.n_layers:
+        if not self.sees or layer == self.model.cfg.n_layers:
             return
         entering = pick(self.cache[f"blocks.{layer}.hook_resid_pre"], self.pos_slice, -2)
         if layer:
@@ -266,23 +266,23 @@ class _Walk:
         if norm.bias is not None:
             self.add_constant(norm.bias.to(scale.device))
 
-    def heads_together(self, layer: int) -> Term | None:
-        """All heads before a layer as one term, where nothing else is asked for and nothing follows them."""
-        alone = self.heads and list(self.groups) == ["attn"] and not (self.post_norms or self.biases)
-        if not alone or self.model.architecture.norms_on_the_stream:
+    def heads_together(self, read: Mapping[str, Tensor]) -> Term | None:
+        """All heads as one term, where nothing else is asked for and no norm follows them.
+
+        Args:
+            read: all that the walk needs, by name.
+        """
+        z_alone = bool(read) and all(name.endswith(".attn.hook_z") for name in read)
+        if self.biases or list(self.groups) != ["attn"] or not z_alone:
             return None
-        steps = ((index, named) for index in range(layer) for named in self.steps(index))
-        layers = [index for index, named in steps if group_of(named) == "attn" and self.fine(named)]
-        value = results_of_layers(self.cache, layers, self.pos_slice) if layers else None
+        z = {self.model.hook_dict[name].point.depth: pick(x, self.pos_slice, -3) for name, x in read.items()}
+        value = results_of_layers(self.cache, z)
         if value is None:
             return None
-        heads = range(len(value) // len(layers))
-        return Term("attn", [f"L{index}H{head}" for index in layers for head in heads], value, fresh=True)
+        heads = range(len(value) // len(z))
+        return Term("attn", [f"L{layer}H{head}" for layer in z for head in heads], value, fresh=True)
 
     def go(self, layer: int, mlp_input: bool) -> None:
-        if not mlp_input and (together := self.heads_together(layer)):
-            self.terms.append(together)
-            return
         self.begin()
         for index in range(layer):
             self.images(index)
@@ -347,8 +347,11 @@ def terms_of(
     """
     layer = layer_of(cache.model, layer, mlp_input)
     walk = _Walk(cache, groups, heads, neurons, biases, post_norms, pos_slice, neuron_slice)
-    first = require(cache, walk.names(layer, mlp_input))[:1]
-    with gradients_of(first[0] if first else torch.empty(0)):
+    names = list(walk.names(layer, mlp_input))
+    read = dict(zip(names, require(cache, names), strict=True))
+    with gradients_of(next(iter(read.values()), torch.empty(0))):
+        if together := walk.heads_together(read):
+            return [together]
         walk.go(layer, mlp_input)
         if "bias" in groups and (biases or walk.bias is not None):
             like = walk.terms[0].value[0] if walk.terms else pick(stream_at(cache, layer), pos_slice, -2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -27,7 +27,7 @@ def _to_module(x: Tensor, module: nn.Module) -> Tensor:
 
 
 def results_of_layers(
-    cache: Activations, layers: Sequence[int], pos_slice: Index = None
+    cache: Activations, z: Mapping[int, Float[Tensor, "*batch_pos n_heads d_head"]]
 ) -> Float[Tensor, "layer_head *batch_pos d_model"] | None:
     """What the heads of several layers write, in one tensor: nothing is copied to stack them.
 
@@ -36,43 +36,41 @@ def results_of_layers(
 
     Args:
         cache: an `ActivationCache`.
-        layers: the blocks, one or more.
-        pos_slice: which positions.
+        z: each layer's cached `hook_z`, or some positions of it.
 
     Returns:
-        None where this is not possible and `results_of_heads` is to be asked for each: a result is cached, a graph is
-        recorded, an output projection is no plain matrix, or layers differ in shape.
+        None where this is not possible and `written_by_heads` is to be asked for each: a graph is recorded, an output
+        projection is no plain matrix, or layers differ in shape.
 
     Raises:
-        MissingActivationsError, ValueError: as for `results_of_heads`.
+        ValueError: an output projection has other weights now than in the run.
 
     Example:
         >>> from bridge import TransformerBridge
         >>> from bridge.analysis.layer_outputs import results_of_layers
         >>> _, cache = TransformerBridge.boot_embedded().run_with_cache("Mary and")
-        >>> results_of_layers(cache, [0, 1], pos_slice=-1).shape
+        >>> results_of_layers(cache, {layer: cache["z", layer][:, -1] for layer in (0, 1)}).shape
         torch.Size([8, 1, 128])
     """
-    if torch.is_grad_enabled() or any(f"blocks.{layer}.attn.hook_result" in cache for layer in layers):
+    if torch.is_grad_enabled():
         return None
-    names = [f"blocks.{layer}.attn.hook_z" for layer in layers]
-    read = [pick(z, pos_slice, -3) for z in require(cache, names)]
-    weights = [weight_in_out(cache.module_of_the_run(name)) for name in names]
-    if any(_factor(cache.model, layer, "attn") != 1 for layer in layers):
-        return None
-    first, *batch_pos = read[0], *read[0].shape[:-2]
-    heads, d_head = first.shape[-2:]
-    of = lambda x: (x.shape, x.dtype, x.device)
-    like = (heads * d_head, cache.model.cfg.d_model)
     products: list[tuple[Tensor, Tensor]] = []
-    for z, weight in zip(read, weights, strict=True):
-        if weight is None or of(z) != of(first) or of(weight) != (like, z.dtype, z.device):
+    for layer, read in z.items():
+        weight = weight_in_out(cache.module_of_the_run(f"blocks.{layer}.attn.hook_z"))
+        if weight is None or weight.dtype != read.dtype or weight.device != read.device:
             return None
-        products.append((z.reshape(-1, heads, d_head).transpose(0, 1), weight.view(heads, d_head, -1)))
-    made = first.new_empty(len(layers), heads, *products[0][0].shape[1:2], like[1])
-    for (z, weight), out in zip(products, made, strict=True):
-        torch.bmm(z, weight, out=out)
-    return made.view(-1, *batch_pos, like[1])
+        if _factor(cache.model, layer, "attn") != 1:
+            return None
+        heads = read.reshape(-1, *read.shape[-2:]).transpose(0, 1)
+        products.append((heads, weight.view(*read.shape[-2:], -1)))
+    first, weight = products[0]
+    if any(x.shape != first.shape or w.shape != weight.shape or x.dtype != first.dtype for x, w in products):
+        return None
+    made = first.new_empty(len(products), *first.shape[:2], weight.shape[-1])
+    for (x, w), out in zip(products, made.unbind(), strict=True):
+        torch.bmm(x, w, out=out)
+    *batch_pos, _, _ = next(iter(z.values())).shape
+    return made.view(-1, *batch_pos, weight.shape[-1])
 
 
 def results_of_heads(

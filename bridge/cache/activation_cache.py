@@ -192,8 +192,9 @@ class ActivationCache(ResidualMethods):
         return iter(self._values)
 
     def __contains__(self, key: object) -> bool:
-        known = key in self._values if type(key) is str else False  # most are, and canonical
-        return known or (isinstance(key, str | tuple) and self._canonical(key) in self._values)
+        if type(key) is str and (key in self._values or (self._model is not None and key in self._model.hook_dict)):
+            return key in self._values  # most names are canonical
+        return isinstance(key, str | tuple) and self._canonical(key) in self._values
 
     def __getitem__(self, key: str | tuple[Any, ...]) -> Tensor:
         name = key if type(key) is str and key in self._values else self._canonical(key)
