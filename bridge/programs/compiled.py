@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from adapters.views import Kwargs
 from bridge.interventions.operation import Operation
+from bridge.programs.blocks import compile_once, compile_one_by_one
 from bridge.programs.edits import Body
 from bridge.programs.functions import Function
 from bridge.programs.generation import Run
@@ -62,11 +63,15 @@ class CompiledRun:
     Args:
         program: the program.
         wiring: of its bridge, whose programs share what is compiled.
+        blocks: of the model, among the program's module objects.
         options: of `torch.compile`.
     """
 
-    def __init__(self, program: Compilable, wiring: Wiring, options: Mapping[str, Any]) -> None:
-        self._program, self._options = program, options
+    def __init__(
+        self, program: Compilable, wiring: Wiring, blocks: Sequence[nn.Module], options: Mapping[str, Any]
+    ) -> None:
+        self._program, self._blocks, self._options = program, blocks, options
+        compile_once(blocks)
         self._shares = self._any_size = True
         codes = _CODES.setdefault(wiring, OrderedDict())
         kind = (kind_of_program(program.lowered), repr(options))
@@ -99,8 +104,9 @@ class CompiledRun:
             if not self._any_size:
                 raise
             self._any_size = False
+            compile_one_by_one(self._blocks)
             _LOGGER.warning(
-                "%s: not compiled for all numbers of rows at once, but for one row and for several: %s",
+                "%s: compiled block by block, for one row and for several, as it cannot be compiled at once: %s",
                 type(self._program.core).__name__,
                 str(error).strip().split("\n", 1)[0],
             )

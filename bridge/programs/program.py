@@ -22,6 +22,7 @@ from bridge.programs.generation import Run, generating
 from bridge.programs.inputs import checked_inputs, declared_inputs
 from bridge.programs.lower import Lowered, lower
 from bridge.programs.program_pass import AnyFunction, ProgramPass
+from bridge.programs.shells import written
 from bridge.run.model_inputs import places_among_tokens, places_of
 from bridge.run.protocol import RunnableBridge
 from bridge.taps.attention import AttentionWatch
@@ -76,6 +77,10 @@ class Program(nn.Module):
         self._caches = "use_cache" in known
         self._max_length = bridge.cfg.n_ctx
         self._has_decoder = bool(self._config.is_encoder_decoder)
+        paths = () if self._has_decoder else bridge.block_paths  # T5's hand on what they are given, which torch refuses
+        self._blocks = [
+            self.model.get_submodule(path.removeprefix(written(bridge.original_model)[1])) for path in paths
+        ]
         self._starts_with = getattr(self._config, "decoder_start_token_id", None) if self._has_decoder else 0
         self._chooses = self.lowered.chooses_tokens
         self._run: Run = self.run_lowered
@@ -324,7 +329,7 @@ class Program(nn.Module):
         other.__dict__ = self.__dict__.copy()
         other.__dict__["_modules"] = dict(self._modules)
         other.compiled = True
-        other._run = CompiledRun(other, self._wiring, options)
+        other._run = CompiledRun(other, self._wiring, self._blocks, options)
         return other
 
     def export(
