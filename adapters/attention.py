@@ -62,6 +62,9 @@ class PerHeadInput(Derived):
     def _refuse_edited_norm(call: Call) -> None:
         """Refuses to norm inputs of heads anew where a hook changed the norm that they share: its edit would be lost.
 
+        What was written back as it was read differs by rounding: by up to 1.9 times the last digit of the largest number
+        in float32, and 0.9 times in half precision, measured on four families.
+
         Raises:
             RuntimeError: it did.
         """
@@ -69,7 +72,9 @@ class PerHeadInput(Derived):
         read = norm.forward(entered)
         for _, shift in call.sources[1:]:
             read = read + shift
-        if read.shape == call.input.shape and not torch.equal(read, call.input):
+        digit = torch.finfo(read.dtype)
+        close = (8 if digit.bits > 16 else 1) * digit.eps * read.abs().max()
+        if read.shape == call.input.shape and bool(((read - call.input).abs() > close).any()):
             raise RuntimeError(
                 "in one run a hook changes the norm before attention (its hook_scale, hook_normalized or hook_out), "
                 "and another gives heads inputs of their own (hook_attn_in, hook_q_input, hook_k_input, hook_v_input), "

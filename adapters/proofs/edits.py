@@ -15,6 +15,8 @@ from adapters.views import Kwargs
 
 #: So many rows are in one run at most; fewer where a block scans, of which each row may take gigabytes.
 ROWS, ROWS_OF_SCANS = 48, 6
+#: What asks for hook points that are inputs of each head's own.
+OF_HEADS = ("use_attn_in", "use_split_qkv_input")
 #: Runs a number of rows with hooks, and returns what is compared, a row each.
 Run = Callable[[int, Sequence[NamedHook]], Tensor]
 
@@ -90,7 +92,10 @@ class Edits:
         found: set[str] = set()
         scans = any(isinstance(step.part, Mixer) and step.part.mixes for step in self.bridge.architecture.steps())
         rows = ROWS_OF_SCANS if scans else ROWS
-        for some in (names[start : start + rows] for start in range(0, len(names), rows)):
+        # A run may edit inputs of heads or the norm that they read through, not both.
+        of_heads = [name for name in names if self.bridge.hook_dict[name].point.flag in OF_HEADS]
+        kinds = ([name for name in names if name not in of_heads], of_heads)
+        for some in (each[start : start + rows] for each in kinds for start in range(0, len(each), rows)):
             changed = self._changed_together(some, run)
             # Where every reader of a tensor is edited by itself, an edit of the tensor reaches none of them.
             hidden = [name for name in some if name not in changed]
