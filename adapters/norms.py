@@ -202,9 +202,7 @@ class NormNormalized(_NormView):
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         if self.kind.centered:
             return new
-        module = self.norm(call)[0]
-        weight = self.kind.weight(module)
-        return self.kind.times_gate(module, new if weight is None else (new * weight).to(x.dtype))
+        return apply_weight_and_bias(self.kind, self.norm(call)[0], new, x.dtype)
 
 
 @dataclass(frozen=True, repr=False)
@@ -220,7 +218,9 @@ class NormalizedOutput(View):
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         weight = None if self.kind.centered else self.kind.weight(call.module)
-        return x if weight is None else (at_least_float32(x) / weight).to(x.dtype)
+        bias = None if self.kind.centered else materialized(self.kind.normalizer(call.module), "bias")
+        y = x if bias is None else at_least_float32(x) - bias
+        return y.to(x.dtype) if weight is None else (at_least_float32(y) / weight).to(x.dtype)
 
 
 def normalized(kind: NormKind, x: Tensor) -> Tensor:
