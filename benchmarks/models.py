@@ -34,7 +34,18 @@ from benchmarks.named_by_transformer_lens import NAMED
 from bridge import TransformerBridge
 from bridge.native.model import NativeModel
 from tests.properties.cases import switched
-from tests.tiny_models import CANNOT_BE_BUILT, OTHER_HEADS, WIDE, Task, config_for, model_class, tiny_config, tiny_of, types
+from tests.tiny_models import (
+    CANNOT_BE_BUILT,
+    MAPPINGS,
+    OTHER_HEADS,
+    WIDE,
+    Task,
+    config_for,
+    model_class,
+    tiny_config,
+    tiny_of,
+    types,
+)
 from weight_processing.check import ProcessingError
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
@@ -183,6 +194,8 @@ def _with(configured: Callable[..., PreTrainedConfig], fields: Mapping[str, obje
     for name, value in fields.items():
         if name not in sizes:
             setattr(text, name, value)
+        if name == "tie_word_embeddings":  # the head is not the text's
+            plain.tie_word_embeddings = value
     return plain
 
 
@@ -202,21 +215,32 @@ def _options(
     """
     options: dict[str, object] = {}
     refused: list[str] = []
-    for name, value in switched(_text_of(configured())).items():
+    config = configured()
+    text = _text_of(config)
+    of_text = None if text is config else MAPPINGS["causal"].get(type(text), None)
+    for name, value in switched(text).items():
         try:
             model = tiny_of(cls, _with(configured, {**options, name: value}))
             model(**sample_inputs(model))
         except _NOT_BUILT:
             continue
-        try:
-            if family_of(cls):  # only an adapter refuses by name
-                TransformerBridge(model, cache_declaration=False)
-        except _NOT_BUILT as error:
-            if f"{name}={value}" in str(error):
-                refused.append(f"{name}={value}")
-                continue
-        options[name] = value
+        option = f"{name}={value}"
+        if _is_refused(cls, model.config, option) or (of_text and _is_refused(of_text, _text_of(model.config), option)):
+            refused.append(option)
+        else:
+            options[name] = value
     return options, refused
+
+
+def _is_refused(cls: type[PreTrainedModel], config: PreTrainedConfig, option: str) -> bool:
+    """Whether the adapter of a class refuses an option by name."""
+    if not family_of(cls):
+        return False
+    try:
+        TransformerBridge(tiny_of(cls, config), cache_declaration=False)
+    except _NOT_BUILT as error:
+        return option in str(error)
+    return False
 
 
 def _tried(model_type: str, name: str, build: Callable[[], PreTrainedModel]) -> Row:

@@ -349,11 +349,14 @@ def _enlarged(name: str, value: Any) -> Any:
         return [8 * each for each in value]
     if name == "num_key_value_heads" and value == SIZES["num_attention_heads"]:  # as many as there are heads
         return WIDE["num_attention_heads"]
-    if (larger := {"mamba_d_ssm": 1024, "num_heads": 16}.get(name)) is not None:
+    if larger := {"mamba_d_ssm=64": 1024, "num_heads=8": 16, "indexer_head_dim=8": 64}.get(f"{name}={value}"):
         return larger
     if value == SIZES.get(name, ()):
         return WIDE[name]
-    widths = ("embed_dim", "out_hidden_size", "decoder_hidden_size", "text_hidden_size", "adapter_in_dim", "d_latents")
+    widths = (
+        "embed_dim", "out_hidden_size", "decoder_hidden_size", "text_hidden_size", "adapter_in_dim", "d_latents",
+        "adapter_input_size", "adapter_out_dim",
+    )  # fmt: skip
     return 512 if value == 32 and name in (*widths, "qk_channels", "v_channels", "intra_bottleneck_size") else value
 
 

@@ -180,13 +180,17 @@ class Facts:
 
 
 def all_rotated(blocks: list[Block]) -> list[Block]:
-    """Where some layers rotate queries and keys, the others show them as they are."""
-    if not any(part.rotary for block in blocks for part in block.attentions):
+    """Where some layers rotate queries and keys, the others show them as they are, if they meet as in those."""
+    parts = [part for block in blocks for part in block.attentions]
+    scales = {part.own("attn_scale", None) for part in parts if part.rotary}
+    if not scales:
         return blocks
 
     def shown(step: Step) -> Step:
         part = step.part
-        return replace(step, part=replace(part, rotary=part.rotary or "last")) if isinstance(part, Attention) else step
+        if not isinstance(part, Attention) or part.rotary or part.own("attn_scale", None) not in scales:
+            return step
+        return replace(step, part=replace(part, rotary="last"))
 
     return [replace(block, steps=tuple(map(shown, block.steps))) for block in blocks]
 
