@@ -44,7 +44,11 @@ def find_unembedding(model: nn.Module, recording: Recording, after: int) -> Modu
     for call in recording.calls:
         # It may be the embedding that says, whose matrix the layer has (FSMT).
         shares = isinstance(layer, nn.Embedding) and call.is_linear and getattr(call.module, "weight", None) is weight
-        if call.start > after and call.left and (shares or (call.module is layer and not isinstance(layer, nn.Embedding))):
+        if (
+            call.start > after
+            and call.left
+            and (shares or (call.module is layer and not isinstance(layer, nn.Embedding)))
+        ):
             return call
     return None
 
