@@ -185,17 +185,18 @@ def _of_three(model_type: str, cls: type[PreTrainedModel], configured: Callable[
 
 
 def _with(configured: Callable[..., PreTrainedConfig], fields: Mapping[str, object]) -> PreTrainedConfig:
-    """A configuration with other fields, which are those of its text where it has several parts."""
+    """A configuration with other fields: of one of several parts, those of its text, and of an encoder of the kind."""
     sizes = {name: value for name, value in fields.items() if name == "sizes"}
     plain = configured(**sizes)
     text = _text_of(plain)
     if text is plain:
         return configured(**fields)
+    encoder = getattr(plain, "encoder", None)
     for name, value in fields.items():
-        if name not in sizes:
-            setattr(text, name, value)
-        if name == "tie_word_embeddings":  # the head is not the text's
-            plain.tie_word_embeddings = value
+        parts = [] if name in sizes else [text, *([encoder] if type(encoder) is type(text) else [])]
+        # The head is not the text's.
+        for part in (*parts, plain) if name == "tie_word_embeddings" else parts:
+            setattr(part, name, value)
     return plain
 
 

@@ -204,7 +204,7 @@ class _Attention:
         norm = self.part.projections[letter].norm
         if norm is None:
             return
-        made = clipped(self.get(letter), self.part)
+        made = self.get(letter) if self.part.clips_normed else clipped(self.get(letter), self.part)
         call = self.evidence.call(self.place.module, norm.path)
         entered = call.input if call else None
         if entered is not None and made is not None and self.part.norms_over == "heads first":
