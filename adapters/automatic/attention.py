@@ -35,7 +35,8 @@ class FoundAttention:
         block: the call of its block.
 
     Attributes:
-        missing: what could not be found, by hook name. `cross`: its keys are at the encoder's positions.
+        missing: what could not be found, by hook name. `cross`: its keys are at the encoder's positions. `adds`: a
+            number that a layer makes for each head is added to the scores.
 
     Raises:
         NotFound: it cannot be declared as an attention.
@@ -46,7 +47,7 @@ class FoundAttention:
         self.missing: dict[str, str] = {}
         self.normed_last = False
         self.clip: float | None = None
-        self.clips_normed = False
+        self.clips_normed = self.adds = False
         # Its layers may stand in the block itself (LLaDA).
         self.owner = part.owner or block
         if len(part.softmaxes) != 1:
@@ -216,16 +217,15 @@ class FoundAttention:
 
     def _carrier(self, reached: Sequence[Tensor | None]) -> tuple[ModuleCall, Sets, ModuleCall | None] | None:
         """The last linear layer with columns of its own for each head; with the norm behind it that mixes heads."""
-        added = False
         for index in reversed(range(len(self.sources))):
             mask, call = reached[index], self.sources[index]
             sets = None if mask is None else disjoint_sets(mask)
             if mask is None or sets is None or call.entered is None or self.n_heads % len(sets):
                 continue
             if len(sets[0]) == 1 < self.z_by_head.shape[-1]:  # a number that is added to the scores of a key (Doge),
-                added = True
+                self.adds = True
                 continue
-            if added and "v" in self.found and call is self.found["v"][0]:  # and is made of its value
+            if self.adds and "v" in self.found and call is self.found["v"][0]:  # and is made of its value
                 continue
             group = self.n_heads // len(sets)
             if any(tuple(row.nonzero().flatten().tolist()) != sets[head // group] for head, row in enumerate(mask)):
