@@ -100,3 +100,17 @@ def test_gemma_3_with_images_leaves_out_the_soft_cap_of_its_text() -> None:
 def test_a_class_that_ties_nothing_says_so() -> None:
     bridge = TransformerBridge(tiny_model("musicgen", tie_word_embeddings=True), cache_declaration=False)
     assert not bridge.cfg.tie_word_embeddings
+
+
+def test_one_key_head_with_a_mask_of_each_head_generates() -> None:
+    """transformers packs the heads of one new token into positions, and the mask with them."""
+    model = tiny_model("doge", num_key_value_heads=1)
+    bridge = TransformerBridge(model, cache_declaration=False)
+    patterns: list[Tensor] = []
+    expected = model.generate(TOKENS[:, :5], max_new_tokens=3, do_sample=False)
+    with bridge.hooks([("blocks.1.attn.hook_pattern", lambda x, hook: patterns.append(x.clone()))]):
+        made = bridge.generate(TOKENS[:, :5], max_new_tokens=3, do_sample=False)
+    assert torch.equal(made, expected)
+    whole = bridge.run_with_cache(made[:, :-1])[1]["blocks.1.attn.hook_pattern"]
+    for pattern, at in zip(patterns[1:], (5, 6), strict=True):
+        torch.testing.assert_close(pattern[:, :, 0], whole[:, :, at, : at + 1], atol=1e-5, rtol=1e-4)
