@@ -206,7 +206,7 @@ class _Attention:
         norm = self.part.projections[letter].norm
         if norm is None:
             return
-        made = clipped(self.get(letter), self.part)
+        made = self.get(letter) if self.part.clips_normed else clipped(self.get(letter), self.part)
         call = self.evidence.call(self.place.module, norm.path)
         entered = call.input if call else None
         if entered is not None and made is not None and self.part.norms_over == "heads first":
@@ -279,8 +279,9 @@ class _Attention:
             for letter, x in (("q", q), ("k", k))
         }
         made: list[Tensor] = []
+        turned = "rot_" if self.part.shows_rotated else ""
         hooks: list[NamedHook] = [
-            *(([f"{place}hook_{letter}"], lambda x, hook, new=new: new) for letter, new in pairs.items()),
+            *(([f"{place}hook_{turned}{letter}"], lambda x, hook, new=new: new) for letter, new in pairs.items()),
             ([f"{place}hook_attn_scores"], lambda x, hook: made.append(x.detach().double())),
         ]
         with torch.no_grad():
