@@ -96,7 +96,7 @@ def find_stacks(model: nn.Module, recording: Recording) -> tuple[list[FoundStack
             continue
         stack, reason = _chained(path, blocks, recording, ran, len(calls))
         if stack is not None and stack.positions_first and getattr(config_of(model), "is_encoder_decoder", False):
-            almost.append(f"the streams of an encoder and a decoder have the shape {tuple(stack.stream.value.shape)}")
+            return [], f"the streams of an encoder and a decoder have the shape {tuple(stack.stream.value.shape)}"
         elif stack is not None:
             found.append(stack)
         elif reason:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adapters.architecture import Stack
 from adapters.norms import Norm, normalized
-from adapters.paths import has_module
+from adapters.paths import core_path, has_module
 from adapters.proofs.ends.embeddings import ENDS, zeroed
 from adapters.proofs.evidence import Evidence, like
 from adapters.proofs.report import Findings
@@ -83,6 +83,10 @@ def _unembedded(evidence: Evidence, findings: Findings, stream: Tensor | None) -
     last = unembed.input if unembed else base.result if base else None
     if stream is not None and not readout.pools_stream:
         stream = readout.pool(stream)
+    if not readout.path and evidence.base == core_path(evidence.bridge.original_model) and last is not None:
+        if stream is None or last.shape != stream.shape:  # it has no base model whose output is the last stream
+            findings.inconclusive(ENDS, "what the model makes of the last stream, of which nothing is declared")
+            return
     if last is None or stream is None or last.shape != stream.shape:
         findings.holds(ENDS, "unembed", False, "what it reads is not what the final norm makes")
         return
