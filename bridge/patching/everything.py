@@ -106,7 +106,9 @@ def patch_everything(
     logits, cache = model.run_with_cache(one)
     every = get_act_patch_block_every(model, other, cache, difference, verbose=verbose)
     heads = get_act_patch_attn_head_out_all_pos(model, other, cache, difference, verbose=verbose)
-    return PatchedEverything(*every, heads, difference(logits), difference(model(other)), texts_of(model, one[0]))
+    stream, attn_out, mlp_out = every
+    clean_and_corrupted = difference(logits), difference(model(other))
+    return PatchedEverything(stream, attn_out, mlp_out, heads, *clean_and_corrupted, texts_of(model, one[0]))
 
 
 def texts_of(model: TransformerBridge, tokens: Int[Tensor, " pos"]) -> list[str]:
