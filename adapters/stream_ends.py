@@ -15,6 +15,8 @@ from adapters.views import Affine, Chain
 #: What a table of embeddings is of.
 TableOf = Literal["positions", "types", "more", "patches"]
 Tables = tuple[tuple[TableOf, str], ...]
+#: The first and the last (exclusive) of some positions, such as ``(0, 1)``, the class token.
+Positions = tuple[int, int | None]
 
 
 def tables(
@@ -126,6 +128,11 @@ class Embedding:
         )
 
 
+def mean_at(positions: Positions | None, x: Tensor) -> Tensor:
+    """The mean over some positions of ``[batch, pos, d_model]``, ``[batch, d_model]``; None: what is at all of them."""
+    return x if positions is None else x[:, slice(*positions)].mean(1)
+
+
 @dataclass(frozen=True)
 class Readout:
     """How logits are made of what the final norm puts out (or the last stream, without one).
@@ -140,9 +147,8 @@ class Readout:
         output_transform: what happens behind it: a factor, and a parameter or buffer of the model that is added, a
             bias, by its path; a class may lack that.
         soft_cap: see above.
-        pooled: where one vector of each image is read: the first and the last (exclusive) of the positions whose mean
-            that is, such as ``(0, 1)``, the class token. None: each position has logits.
-        pools_stream: the final norm reads that mean, of the last stream (CLIP). Else it is the mean of the norm.
+        pooled: where one vector of each image is read: the positions whose mean that is. None: each position has
+            logits, or the final norm itself reads such a mean (`Stack.collapse`).
         unknown: what else is between, where that cannot be said. Nothing can then be attributed to logits.
     """
 
@@ -150,17 +156,12 @@ class Readout:
     factor_in: float = 1.0
     output_transform: Affine = field(default_factory=Affine)
     soft_cap: float | None = None
-    pooled: tuple[int, int | None] | None = None
-    pools_stream: bool = False
+    pooled: Positions | None = None
     unknown: str = ""
 
     def __post_init__(self) -> None:
         if self.output_transform.weight:
             raise ValueError(f"behind the output layer, {self.output_transform} multiplies with a parameter: not known")
-
-    def pool(self, x: Tensor) -> Tensor:
-        """The mean that is read, ``[batch, d_model]``, of what is at all positions."""
-        return x if self.pooled is None else x[:, slice(*self.pooled)].mean(1)
 
     @property
     def factor_out(self) -> float:

@@ -274,29 +274,15 @@ class ProcessedParts:
         paths = self._ends
         for _, path, named in self.steps:
             step, part = named.step, named.step.part
-            paths += [join(path, norm.path) for norm in (step.pre, step.post) if norm]
-            if isinstance(part, Attention):
-                inside = [part.q.path, part.k.path, part.v.path, part.o]
-                inside += [norm.path for norm in part.qk_norms]
-                paths += [join(path, part.path, at) for at in inside]
-                if part.sinks:
-                    known.add(id(getattr(self.weights.module(join(path, part.path)), part.sinks)))
-            elif isinstance(part, MLP):
-                paths += [join(path, part.path, at) for at in _inside(part)]
-            elif isinstance(part, MoE):
-                shared = [join(part.shared.path, at) for at in _inside(part.shared)] if part.shared else []
-                gate = [part.shared_gate.projection.path] if part.shared_gate else []
-                paths += [join(path, part.path, at) for at in (part.router, part.experts, *gate, *shared)]
+            paths += [join(path, norm.path) for norm in step.norms]
+            paths += [join(path, part.path, at) for at in part.submodules.values()]
+            if isinstance(part, Attention) and part.sinks:
+                known.add(id(getattr(self.weights.module(join(path, part.path)), part.sinks)))
         if (bias := a.readout.bias_of(self.weights.core_model)) is not None:
             known.add(id(bias))
         for path in paths:
             known.update(id(parameter) for parameter in self.weights.module(path).parameters())
         return [name for name, parameter in self.weights.model.named_parameters() if id(parameter) not in known]
-
-
-def _inside(mlp: MLP) -> list[str]:
-    """The paths of the layers of a feed-forward module."""
-    return [at for at in (mlp.up.path, mlp.gate.path if mlp.gate else None, mlp.down, mlp.ln and mlp.ln.path) if at]
 
 
 def precise(x: Tensor) -> Tensor:

@@ -143,7 +143,7 @@ class _Inference:
         readout = Readout()
         if pooled is not None:
             path = "" if unembed is None else relative(unembed.path, self.core)
-            readout = Readout(path, pooled=pooled.positions, pools_stream=pooled.norm is not None)
+            readout = Readout(path, pooled=None if pooled.norm else pooled.positions)
         elif unembed is not None:
             declared[-1], heads, readout = self._logits(stacks[-1], declared[-1], last_norm, unembed)
         architecture = Architecture(
@@ -225,7 +225,7 @@ class _Inference:
         if pooled.norm is None:
             return stack, pooled.unembed
         norm = Norm(self.relative(pooled.norm.path), pooled.norm.kind)
-        return replace(stack, final_norm=norm), pooled.unembed
+        return replace(stack, final_norm=norm, collapse=pooled.positions), pooled.unembed
 
     def _stack(self, found: FoundStack, name: str) -> tuple[Stack, Norm | None]:
         """A list of blocks, and its final norm with its path from the model."""
@@ -429,10 +429,10 @@ class _Inference:
         path = relative(owner.path, block.path)
         if plays != "mixer":
             return Mixer(path, plays)
-        functions, modules = functions_of(owner.module), modules_of(owner, self.recording)
-        if not (functions or modules) and any(True for _ in owner.module.parameters()):
+        modules = modules_of(owner, self.recording)
+        if not (modules or functions_of(owner.module)) and any(True for _ in owner.module.parameters()):
             note["inside"] = "it mixes positions without a softmax, and has no modules that run once"
-        return Mixer(path, modules=modules, functions=functions)
+        return Mixer(path, modules=modules)
 
 
 class _Ends(TypedDict):

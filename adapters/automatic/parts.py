@@ -246,15 +246,9 @@ def rerun(
 
     if entry.entered is None or entry.entered.value.ndim != 3 or "@" in entry.path + left.path:
         return None
-    handles = [
-        entry.module.register_forward_pre_hook(change, with_kwargs=True), left.module.register_forward_hook(look),
-    ]  # fmt: skip
-    try:
-        with torch.no_grad():
-            model(**inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    changed = entry.module.register_forward_pre_hook(change, with_kwargs=True)
+    with torch.no_grad(), changed, left.module.register_forward_hook(look):
+        model(**inputs)
     return seen[0] if seen else None
 
 

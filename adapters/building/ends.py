@@ -148,7 +148,7 @@ def add_final_norm(
         site, shared = Site(path, "input"), Site(last, "output", stack.output[0])
     name = f"{stack.name}_final_ln" if stack.one_of_two else "ln_final"
     aliases = (f"{stack.name}_ln_final.hook_out",) if stack.one_of_two else ()
-    axes = "batch d_model" if architecture.readout.pools_stream else None
+    axes = "batch d_model" if stack.pooled else None
     norm_points(points, name, norm.kind, site, shared=shared, axes=axes)
     points.add(f"{name}.hook_out", site, axes=axes, group="extra", aliases=aliases)
 
@@ -202,7 +202,7 @@ def add_unembedding(points: PointList, architecture: Architecture, model: nn.Mod
             head for head in architecture.heads if head.unembeds and has_module(model, path_from(model, head.path))
         )
         width = next((_width_behind(head, model, d_model) for head in between), "d_model")
-        rows = f"batch {points.pos}" if architecture.readout.pooled is None else "batch"
+        rows = f"batch {points.pos}" if architecture.pooled is None else "batch"
         points.add("unembed.hook_in", Site(path, "input"), axes=f"{rows} {width}", group="extra")
         points.add(
             "unembed.hook_out",

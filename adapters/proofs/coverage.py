@@ -103,14 +103,9 @@ def _of_part(place: LayerStep, part: Part) -> list[str]:
 def _roles(place: LayerStep) -> Iterator[str]:
     """The layers and norms that have a part of their own to play."""
     step, part = place.named.step, place.named.step.part
-    if isinstance(part, Attention):
-        norms = [norm.path for norm in part.qk_norms]
-        yield from (join(place.module, path) for path in (part.q.path, part.k.path, part.v.path, part.o, *norms))
-    elif isinstance(part, MLP):
-        paths = (part.up.path, part.gate.path if part.gate else "", part.down, part.ln.path if part.ln else "")
-        yield from (join(place.module, path) for path in paths if path)
-    on_stream = (step.pre, step.post, step.stream_norm, place.stack.block_at(place.layer).norm)
-    yield from (join(place.path, norm.path) for norm in on_stream if norm)
+    yield from (join(place.module, path) for path in part.submodules.values() if path)
+    first = place.stack.block_at(place.layer).norm
+    yield from (join(place.path, norm.path) for norm in (*step.norms, *((first,) if first else ())))
 
 
 def _opaque(place: LayerStep) -> list[str]:
@@ -199,31 +194,7 @@ def _claims(place: LayerStep) -> Iterator[tuple[str, str, str]]:
     for what, norm in (("the norm before it", step.pre), ("the norm behind it", step.post)):
         if norm and not norm.path.startswith("."):
             yield what, "", norm.path
-    if isinstance(part, Attention):
-        for what, path in (
-            ("queries", part.q.path),
-            ("keys", part.k.path),
-            ("values", part.v.path),
-            ("its output", part.o),
-        ):
-            yield f"{what} made", part.path, path
-        for what, norm in (("queries normed", part.q.norm), ("keys normed", part.k.norm)):
-            if norm and not norm.path.startswith("."):
-                yield what, part.path, norm.path
-    elif isinstance(part, MLP):
-        yield from _of_mlp(part, part.path)
-    elif isinstance(part, MoE):
-        yield "experts chosen", part.path, part.router
-        yield "experts kept", part.path, part.experts
-        if part.shared:
-            yield from _of_mlp(part.shared, join(part.path, part.shared.path))
-
-
-def _of_mlp(part: MLP, inside: str) -> Iterator[tuple[str, str, str]]:
-    if part.gate:
-        yield "its gate made", inside, part.gate.path
-    yield "its neurons made", inside, part.up.path
-    yield "its output made", inside, part.down
+    yield from ((what, part.path, path) for what, path in part.submodules.items() if not path.startswith("."))
 
 
 def _instead(model: nn.Module, owner: str, path: str) -> str:

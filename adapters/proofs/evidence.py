@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -58,6 +59,11 @@ class LayerStep:
     def part(self) -> str:
         """What the hook points of its part begin with."""
         return f"{self.prefix}{self.named.name}."
+
+    @property
+    def result(self) -> str:
+        """The hook point of what it adds to the stream."""
+        return f"{self.prefix}hook_{self.named.name}_out"
 
     @property
     def module(self) -> str:
@@ -115,6 +121,16 @@ class Evidence:
     def call(self, *parts: str) -> ModuleCall | None:
         """The first call of a module, by its path; None where it did not run."""
         return next(iter(self.calls.get(join(*parts), ())), None)
+
+    def entered(self, *parts: str) -> Tensor | None:
+        """What a module is given in its first call; None where it did not run."""
+        call = self.call(*parts)
+        return call.input if call else None
+
+    def made(self, *parts: str) -> Tensor | None:
+        """What it returns there; None where it did not run."""
+        call = self.call(*parts)
+        return call.result if call else None
 
     def calls_in(self, path: str) -> Iterator[ModuleCall]:
         """The first calls of the modules inside one."""
@@ -216,10 +232,8 @@ def randomized_run(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> E
     hooks: list[NamedHook] = [(names, look)]
     with torch.no_grad(), Recorder(bridge.original_model.named_modules(), layout=bridge.layout) as recording:
         output = bridge.run_with_hooks(tokens, fwd_hooks=hooks, **more)
-    evidence.raw, evidence.output = (
-        add_numbered(recording.by_path, bridge),
-        output if isinstance(output, Tensor) else None,
-    )
+    evidence.raw = add_numbered(recording.by_path, bridge)
+    evidence.output = output if isinstance(output, Tensor) else None
     evidence.calls = _batch_first(evidence) if bridge.architecture.stack.positions_first else evidence.raw
     return evidence
 
@@ -263,13 +277,11 @@ def with_graph(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> Evide
     model = bridge.original_model
     plain = {module_path(block) for block in blocks}
     wanted = [each for each in model.named_modules() if any(each[0].startswith(f"{block}.") for block in plain)]
-    handles = [model.get_submodule(path).register_forward_pre_hook(cut, with_kwargs=True) for path in plain]
-    try:
-        with torch.enable_grad(), Recorder(wanted, copies=False, layout=bridge.layout) as recording:
-            bridge.run_with_hooks(tokens, fwd_hooks=[(scores, look)] if scores else [], **more)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as cuts, torch.enable_grad():
+        for path in plain:
+            cuts.enter_context(model.get_submodule(path).register_forward_pre_hook(cut, with_kwargs=True))
+        recording = cuts.enter_context(Recorder(wanted, copies=False, layout=bridge.layout))
+        bridge.run_with_hooks(tokens, fwd_hooks=[(scores, look)] if scores else [], **more)
     evidence.calls = add_numbered(recording.by_path, bridge)
     return evidence
 

@@ -163,9 +163,7 @@ def _norm_type(evidence: Evidence) -> str | None:
 def _epsilon(evidence: Evidence, findings: Findings) -> None:
     cfg = evidence.bridge.cfg
     for place in evidence.places():
-        step = place.named.step
-        norms = (place.stack.block_at(place.layer).norm, step.pre, step.post, step.stream_norm)
-        norm = next((n for n in norms if n), None)
+        norm = place.stack.block_at(place.layer).norm or next(iter(place.named.step.norms), None)
         call = evidence.call(place.path, norm.path) if norm and norm.kind.name else None
         if norm is not None and call is not None:
             seen = norm.kind.epsilon(call.module)

@@ -12,12 +12,11 @@ from adapters.inputs.made import arguments_of
 from adapters.linear import bias_of, head_results
 from adapters.observe.errors import WRONG, one_line
 from adapters.observe.recording import Recorder
-from adapters.offloaded import materialized
 from adapters.paths import call_number, module_at, module_path
 from adapters.proofs.evidence import LayerStep, places_of
 from adapters.proofs.protocol import Bridge, Cache, Hook, NamedHook
 from adapters.proofs.report import Check
-from adapters.views import Kwargs, SinkPattern, transformed
+from adapters.views import Kwargs, transformed
 
 #: Says of some hook points which do not hold, and why; what it raises is a reason, too.
 Test = Callable[[list[str]], dict[str, str]]
@@ -65,7 +64,6 @@ class Mechanics:
         """The checks that take a run for each kind of hook point, or for each layer."""
         return self._all(
             self.writing_back,
-            self.pattern_rows,
             self.z_through_w_o,
             self.resid_mid_reaches_both,
             self.starting_after_stopping,
@@ -182,11 +180,8 @@ class Mechanics:
     def every_hook_fires(self) -> None:
         """Every hook point fires once, with its declared shape."""
         failed = self.failing(self.names, self.seen_once, most=3)
-        wrong = "; ".join(f"{name}: {why}" for name, why in list(failed.items())[:3])
-        self.add(
-            "every hook point fires once, with its declared shape",
-            not failed,
-            wrong or f"{len(self.names)} hook points",
+        self.add_failed(
+            "every hook point fires once, with its declared shape", failed, f"{len(self.names)} hook points"
         )
 
     def written_back(self, names: list[str]) -> dict[str, str]:
@@ -259,40 +254,11 @@ class Mechanics:
         stream = transformed(step.residual_transform, stream, module_at(self.model, place.path))
         return sum((cache[name] for name in added), stream)
 
-    def pattern_rows(self) -> None:
-        """Pattern rows sum to one."""
-        patterns = [name for name in self.names if name.endswith("hook_pattern")]
-        if not patterns:
-            self.add("pattern rows sum to one", True, "does not apply")
-            return
-        views = {name: self.bridge.hook_dict[name].view for name in patterns}
-        sunk = {name: view.sinks for name, view in views.items() if isinstance(view, SinkPattern)}
-        scores = {name: name.replace("hook_pattern", "hook_attn_scores") for name in sunk}
-        cache = self.cache([*patterns, *scores.values()])
-
-        def pairs() -> Iterable[tuple[str, Tensor, Tensor]]:
-            for name in patterns:
-                sums = cache[name].sum(-1)
-                right = torch.ones_like(sums)
-                if name in sunk:
-                    # What goes to no token is the sink's part of a softmax over scores and sink.
-                    module = module_at(self.model, self.bridge.hook_dict[name].point.site.path)
-                    sink = materialized(module, sunk[name]).double().view(-1, 1)
-                    right = (cache[scores[name]].double().logsumexp(-1) - sink).sigmoid()
-                yield name, sums, right
-
-        self.add_worst("pattern rows sum to one" + (" less what sinks take" if sunk else ""), pairs())
-
     def z_through_w_o(self) -> None:
         """z through W_O gives attn_out."""
         places = [place for place in places_of(self.bridge) if f"{place.part}hook_result" in self.names]
         sites = {place.part: self.bridge.hook_dict[f"{place.part}hook_z"].point.site.path for place in places}
-        ends = {
-            place.part: f"{place.part}hook_out"
-            if place.named.step.post
-            else f"{place.prefix}hook_{place.named.name}_out"
-            for place in places
-        }
+        ends = {place.part: f"{place.part}hook_out" if place.named.step.post else place.result for place in places}
         names = [f"{part}{name}" for part in sites for name in ("hook_z", "hook_result")] + list(ends.values())
         watched = {module_path(path): module_at(self.model, path) for path in sites.values()}
         with Recorder(watched.items(), layout=self.bridge.layout) as recording:

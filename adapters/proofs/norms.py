@@ -53,11 +53,10 @@ def _declared(evidence: Evidence) -> Iterator[tuple[str, Norm]]:
             yield evidence.from_model(head.norm.path), head.norm
     for place in evidence.places():
         step = place.named.step
-        if (norm := place.stack.block_at(place.layer).norm) and place.named is place.stack.block_at(place.layer).named[
-            0
-        ]:
-            yield join(place.path, norm.path), norm
-        yield from ((join(place.path, n.path), n) for n in (step.pre, step.post, step.stream_norm) if n)
+        block = place.stack.block_at(place.layer)
+        if block.norm and place.named is block.named[0]:
+            yield join(place.path, block.norm.path), block.norm
+        yield from ((join(place.path, n.path), n) for n in step.norms)
         if isinstance(step.part, Attention):
             yield from ((join(place.module, n.path), n) for n in step.part.qk_norms)
         elif isinstance(step.part, MLP) and step.part.ln:

@@ -170,13 +170,10 @@ def _large_logits(model: nn.Module, inputs: Given, unembed: ModuleCall) -> tuple
     generator = torch.Generator().manual_seed(0)
     before = unembed.left[0].value
     before = (torch.randn(before.shape, generator=generator, dtype=torch.float64) * 20).to(before)
-    handle = unembed.module.register_forward_hook(
+    with unembed.module.register_forward_hook(
         lambda module, args, output: before if isinstance(output, Tensor) and output.shape == before.shape else output
-    )
-    try:
+    ):
         return before, returned_by(model, inputs)
-    finally:
-        handle.remove()
 
 
 def returned_by(model: nn.Module, inputs: Given) -> Tensor | None:
