@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
+from functools import partial
 from typing import Literal, get_args, get_type_hints
 
 from torch import nn
@@ -284,7 +285,7 @@ def language_part(text: Architecture, path: str) -> Architecture:
     inside = replace(
         stack,
         path=join(path, stack.path),
-        embedding=stack.embedding.below(path),
+        embedding=stack.embedding.moved(partial(join, path)),
         final_norm=final and (final if final.kind.function else replace(final, path=join(path, final.path))),
         changed_in_place=tuple((at if at[:1] == "*" else join(path, at), kind) for at, kind in stack.changed_in_place),
     )

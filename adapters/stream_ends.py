@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -9,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from adapters.norms import Norm
-from adapters.paths import join
 from adapters.views import Affine, Chain
 
 #: What a table of embeddings is of.
@@ -108,23 +108,19 @@ class Embedding:
         """Whether the linear layer reads the sum of the embeddings, or the norm of it."""
         return self.project is not None and self.project == self.module
 
-    def below(self, path: str) -> Embedding:
-        """The same, where the base model is a part of another one.
+    def moved(self, to: Callable[[str], str]) -> Embedding:
+        """The same with other paths.
 
         Args:
-            path: of that part, from the base model around it.
+            to: makes each of what it is.
         """
-
-        def inside(at: str | None) -> str | None:
-            return None if at is None else join(path, at)
-
         return replace(
             self,
-            tokens=self.tokens and join(path, self.tokens),
-            added=tuple((what, join(path, at)) for what, at in self.added),
-            norm=self.norm and replace(self.norm, path=join(path, self.norm.path)),
-            project=inside(self.project),
-            module=inside(self.module),
+            tokens=self.tokens and to(self.tokens),
+            added=tuple((what, to(path)) for what, path in self.added),
+            norm=self.norm and replace(self.norm, path=to(self.norm.path)),
+            project=self.project and to(self.project),
+            module=None if self.module is None else to(self.module),
         )
 
 

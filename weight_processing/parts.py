@@ -182,8 +182,6 @@ class ProcessedParts:
             for letter, projection in (("Q", part.q), ("K", part.k), ("V", part.v)):
                 weight, bias = self.find(at, f"W_{letter}"), self.find(at, f"b_{letter}")
                 yield NormReader(weight, self.get(weight), self.get(bias), join(path, part.path, projection.path))
-        elif isinstance(part, MLP):
-            yield from self._feed_forward_readers(at, join(path, part.path), part)
         elif isinstance(part, MoE):
             names = [f"{at}.W_gate.weight"]
             for e in range(self.cfg.num_experts or 0):
@@ -193,15 +191,11 @@ class ProcessedParts:
                 names.append(f"{at}.shared_expert_gate.weight")
             for weight in names:
                 yield NormReader(weight, _transposed(self.get(weight)), None, "")
-            if part.shared:
-                inside = join(path, part.path, part.shared.path)
-                yield from self._feed_forward_readers(f"{at}.shared_expert", inside, part.shared)
-
-    def _feed_forward_readers(self, name: str, path: str, mlp: MLP) -> Iterator[NormReader]:
-        up = join(path, mlp.up.path)
-        yield NormReader(f"{name}.W_in", self.get(f"{name}.W_in"), self.get(f"{name}.b_in"), up)
-        if mlp.gate:
-            yield NormReader(f"{name}.W_gate", self.get(f"{name}.W_gate"), None, join(path, mlp.gate.path))
+        for at, inside, mlp in _feed_forward(name, path, named):
+            up = join(inside, mlp.up.path)
+            yield NormReader(f"{at}.W_in", self.get(f"{at}.W_in"), self.get(f"{at}.b_in"), up)
+            if mlp.gate:
+                yield NormReader(f"{at}.W_gate", self.get(f"{at}.W_gate"), None, join(inside, mlp.gate.path))
 
     def _writers(self) -> Iterator[tuple[str, Get]]:
         getters = self.weights.getters
@@ -214,22 +208,16 @@ class ProcessedParts:
                 yield f"{at}.W_O", getters[f"{at}.W_O"]
                 if self.has_bias(join(path, part.path, part.o)):
                     yield f"{at}.b_O", getters[f"{at}.b_O"]
-            elif isinstance(part, MLP):
-                yield from self._feed_forward_writers(at, join(path, part.path), part)
             elif isinstance(part, MoE):
                 for e in range(self.cfg.num_experts or 0):
                     out = f"{at}.experts.{e}.W_out"
                     yield f"{out}.weight", _transposed(getters[f"{out}.weight"])
                     if f"{out}.bias" in getters:
                         yield f"{out}.bias", getters[f"{out}.bias"]
-                if part.shared:
-                    inside = join(path, part.path, part.shared.path)
-                    yield from self._feed_forward_writers(f"{at}.shared_expert", inside, part.shared)
-
-    def _feed_forward_writers(self, name: str, path: str, mlp: MLP) -> Iterator[tuple[str, Get]]:
-        yield f"{name}.W_out", self.get(f"{name}.W_out")
-        if self.has_bias(join(path, mlp.down)):
-            yield f"{name}.b_out", self.get(f"{name}.b_out")
+            for at, inside, mlp in _feed_forward(name, path, named):
+                yield f"{at}.W_out", self.get(f"{at}.W_out")
+                if self.has_bias(join(inside, mlp.down)):
+                    yield f"{at}.b_out", self.get(f"{at}.b_out")
 
     def projection(self, path: str, letter: str) -> str:
         """The path of the projection that makes a block's queries (Q), keys (K), values (V) or output (O)."""
@@ -283,6 +271,15 @@ class ProcessedParts:
         for path in paths:
             known.update(id(parameter) for parameter in self.weights.module(path).parameters())
         return [name for name, parameter in self.weights.model.named_parameters() if id(parameter) not in known]
+
+
+def _feed_forward(name: str, path: str, named: NamedStep) -> Iterator[tuple[str, str, MLP]]:
+    """The MLP that a step has, alone or as its shared expert: its canonical name, its path, what it is."""
+    part, at = named.step.part, f"{name}.{named.name}"
+    if isinstance(part, MLP):
+        yield at, join(path, part.path), part
+    elif isinstance(part, MoE) and part.shared:
+        yield f"{at}.shared_expert", join(path, part.path, part.shared.path), part.shared
 
 
 def precise(x: Tensor) -> Tensor:

@@ -154,7 +154,7 @@ class Sums:
 
     def find(self) -> Found | None:
         """The sums, in order, from what enters the block to what leaves it; None where they do not explain it."""
-        first = [n for n in self.norms if n.entered and n.entered.mark == self.x.mark]
+        first = [n for n in self.norms if n.reads(self.x.mark)]
         entries = [(self.x, self.block.start, None)] + [
             (following, norm.end, norm) for norm in first if (following := self.values.get(norm.left[0].mark))
         ]  # fmt: skip
@@ -235,7 +235,7 @@ class Sums:
             with torch.no_grad():
                 left = transformed(carry, x, block) + transformed(adjust, v, block) - y
             if bool((left.abs() <= self.close * y.abs().max()).all()):
-                total = next((call for call, _ in after.made if call.entered and call.entered.mark == value.mark), None)
+                total = next((call for call, _ in after.made if call.reads(value.mark)), None)
                 return Sum(before, after, (Term(value, adjust),), start, end, None, carry, total)
         return None
 

@@ -138,16 +138,13 @@ def auxiliary_modules(found: FoundAttention, declared: Attention, norms: Norms) 
     ]  # fmt: skip
     others = []
     for call in found.recording.between(max(owner.start, found.part.start), found.part.producer.end):
-        own = call.is_leaf and any(True for _ in call.module.parameters(recurse=False)) and call not in norms
-        own = own or (
-            call in norms
-            and not isinstance(call.module, nn.Dropout)
-            and call.path not in known
-            and call.end < found.part.producer.start
-        )
-        if not own or call.path in known or call.n_left != 1 or not call.left or call.left[0].key is not None:
+        if call in norms:
+            own = not isinstance(call.module, nn.Dropout) and call.end < found.part.producer.start
+        else:
+            own = call.is_leaf and any(True for _ in call.module.parameters(recurse=False))
+        if not own or call.path in known or call.whole is None:
             continue
-        made = call.left[0].value
+        made = call.whole.value
         before = any(made.shape[-1] >= x.shape[-1] and torch.equal(made[..., : x.shape[-1]], x) for x in latents)
         if not before and made.ndim > 1 and len(found.recording.of(call.path)) == 1:
             path = relative(call.path, owner.path)
