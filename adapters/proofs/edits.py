@@ -90,7 +90,12 @@ class Edits:
         found: set[str] = set()
         scans = any(isinstance(step.part, Mixer) and step.part.mixes for step in self.bridge.architecture.steps())
         rows = ROWS_OF_SCANS if scans else ROWS
-        for some in (names[start : start + rows] for start in range(0, len(names), rows)):
+        # No run edits the norm before attention and the inputs of heads, which are normed without that edit.
+        own = [
+            name for name in names if self.bridge.hook_dict[name].point.flag in ("use_split_qkv_input", "use_attn_in")
+        ]
+        shared = [name for name in names if name not in own]
+        for some in (them[start : start + rows] for them in (shared, own) for start in range(0, len(them), rows)):
             changed = self._changed_together(some, run)
             # Where every reader of a tensor is edited by itself, an edit of the tensor reaches none of them.
             hidden = [name for name in some if name not in changed]
