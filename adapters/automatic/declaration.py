@@ -47,7 +47,7 @@ from adapters.observe.errors import NotFound
 from adapters.observe.modes import evaluating, outside_of_modes
 from adapters.observe.probe_copy import model_or_probe_copy
 from adapters.observe.recording import record
-from adapters.paths import base_path, core_path, join
+from adapters.paths import base_path, core_path, is_inside, join
 from adapters.views import PositionsFirst, SeveralStreams
 
 
@@ -449,7 +449,7 @@ def _step(declared: Part, part: FoundPart, total: Sum, term: Term, norms: Norms,
 
 def _changed(block: ModuleCall, inside: Sequence[ModuleCall]) -> tuple[tuple[str, Literal["input", "output"]], ...]:
     """What the model writes over, at the borders of modules that hook points may stand on: those of the block."""
-    own = [call for call in (block, *inside) if f"{call.path}.".startswith(f"{block.path}.")]
+    own = [call for call in (block, *inside) if is_inside(call.path, block.path)]
     return tuple((relative(call.path, block.path), which) for call in own for which in call.changed)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from adapters.inputs.arguments import argument_names
+from adapters.paths import is_inside
 
 #: What two tensors of the same numbers share, whatever their shapes.
 Mark = tuple[int, int]
@@ -217,10 +218,10 @@ class Recording:
         """Gives a call, and those inside of it, another path."""
         before = call.path
         for each in self.calls:
-            if call.holds(each) and (each.path == before or each.path.startswith(f"{before}.")):
+            if call.holds(each) and is_inside(each.path, before):
                 each.path = path + each.path[len(before) :]
         for softmax in self.softmaxes:
-            if call.start < softmax.time < call.end and (softmax.path + ".").startswith(f"{before}."):
+            if call.start < softmax.time < call.end and is_inside(softmax.path, before):
                 softmax.path = path + softmax.path[len(before) :]
         self.by_path.clear()
         for each in self.calls:

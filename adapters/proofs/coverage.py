@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from adapters.architecture import Part
 from adapters.attention import Attention
@@ -19,7 +19,7 @@ from adapters.mixers.part import Mixer
 from adapters.observe.calls import Calls, Recording
 from adapters.observe.recognised import recognise_norm
 from adapters.observe.recording import Recorder, Watch
-from adapters.paths import INFER, has_module, join, module_path
+from adapters.paths import INFER, has_module, is_inside, join, module_path
 from adapters.proofs.evidence import Evidence, LayerStep, add_numbered
 from adapters.proofs.report import Check, Findings
 from adapters.views import parameters_of
@@ -54,26 +54,16 @@ def prove_coverage(evidence: Evidence, findings: Findings) -> None:
     for place in evidence.places():
         by_block.setdefault(place.path, []).append(place)
     for block, places in by_block.items():
-        blocks_own = {block}  # points of its input and output are of the stream, not of what it computes
-        latents = {path for place in places for path in _before_latents(place, calls)}
-        claimed = (sites | latents | {bias for place in places for bias in _biases(place)}) - blocks_own
         opaque = [path for place in places for path in _opaque(place)]
-        claimed_whole = {path for place in places for path in _roles(place)}
-        for path, found in calls.items():
-            if len(found) > 1 and all(f"{path}@{number}" in calls for number in range(len(found))):
-                continue  # each call is looked at by itself
-            # What a layer is made of (LoRA, packed weights) is claimed with the layer.
-            if not path.startswith(f"{block}.") or any(path.startswith(f"{role}.") for role in claimed_whole):
-                continue
-            inside = any(path == part or path.startswith(f"{part}.") for part in opaque)
-            computes = _computes(found[0].module, found[0].input, found[0].result)
-            if computes and not inside:
+        inside = {x for x in (*calls, *softmaxes) if x.startswith(f"{block}.") and not is_inside(x, *opaque)}
+        claimed = sites | {path for place in places for path in (*_before_latents(place, calls), *_biases(place))}
+        # What a layer is made of (LoRA, packed weights) is claimed with the layer.
+        roles = [path for place in places for path in _roles(place)]
+        for path in [path for path in calls if path in inside and not is_inside(path.rpartition(".")[0], *roles)]:
+            if computes := _computes(path, calls):
                 findings.holds(CLAIM, path, path in claimed, f"{computes} that no hook point stands on")
-        for path, count in softmaxes.items():
-            if not path.startswith(f"{block}.") or any(path.startswith(f"{part}.") or path == part for part in opaque):
-                continue
-            if _is_activation(evidence, places, path):
-                continue
+        for path in [path for path in softmaxes if path in inside and not _is_activation(evidence, places, path)]:
+            count = softmaxes[path]
             findings.holds(CLAIM, path, path in shown, "a softmax that no hook point shows")
             findings.holds(CLAIM, path, count == 1, f"{count} softmaxes, of which hook points show one")
         for place in places:
@@ -141,8 +131,12 @@ def _before_latents(place: LayerStep, calls: Calls) -> list[str]:
     return found
 
 
-def _computes(module: nn.Module, entered: Tensor | None, left: Tensor | None) -> str:
+def _computes(path: str, calls: Calls) -> str:
     """What a module computes itself that has to be claimed; "" where that is nothing."""
+    found = calls[path]
+    if len(found) > 1 and all(f"{path}@{number}" in calls for number in range(len(found))):
+        return ""  # each call is looked at by itself
+    module, entered, left = found[0].module, found[0].input, found[0].result
     own = [p for p in module._parameters.values() if p is not None]
     if own:
         return f"a {type(module).__name__} with parameters"
@@ -151,15 +145,15 @@ def _computes(module: nn.Module, entered: Tensor | None, left: Tensor | None) ->
     if entered.shape != left.shape or not entered.is_floating_point() or entered.shape[-1] < 4 or entered.equal(left):
         return ""
     # Many rows of one width all agree on a norm only if it is one.
-    found = recognise_norm(entered, left, tolerance=1e-4 if entered.dtype in (torch.float32, torch.float64) else 1e-2)
-    return f"a norm ({type(module).__name__})" if found else ""
+    close = 1e-4 if entered.dtype in (torch.float32, torch.float64) else 1e-2
+    return f"a norm ({type(module).__name__})" if recognise_norm(entered, left, tolerance=close) else ""
 
 
 def _is_activation(evidence: Evidence, places: list[LayerStep], path: str) -> bool:
     """Whether a softmax is that of an activation function, which `act(pre) = post` speaks of."""
     mlps = [place.module for place in places if isinstance(place.named.step.part, MLP)]
     solu = (evidence.bridge.cfg.act_fn or "").startswith("solu")
-    return solu and any(path == mlp or path.startswith(f"{mlp}.") for mlp in mlps)
+    return solu and is_inside(path, *mlps)
 
 
 def prove_modules(model: nn.Module, places: Iterator[LayerStep]) -> Check:

@@ -16,7 +16,7 @@ from adapters.config import config_of
 from adapters.inputs.made import Given, arguments_of, split, with_required_inputs
 from adapters.observe.calls import Calls, ModuleCall
 from adapters.observe.recording import Recorder
-from adapters.paths import base_path, call_number, has_module, join, module_path, path_from, token_embedding
+from adapters.paths import base_path, call_number, has_module, is_inside, join, module_path, path_from, token_embedding
 from adapters.proofs.protocol import Bridge, Hook, NamedHook
 
 
@@ -31,7 +31,7 @@ def add_numbered(calls: Calls, bridge: Bridge) -> Calls:
     numbered = {site.path[: match.end()] for site in sites for match in re.finditer(r"@\d+", site.path)}
     for start in numbered:
         outer, number = module_path(start), call_number(start)
-        for path in [path for path in calls if path == outer or path.startswith(f"{outer}.")]:
+        for path in [path for path in calls if is_inside(path, outer)]:
             if number is not None and number < len(calls[path]):
                 calls.setdefault(start + path[len(outer) :], [calls[path][number]])
     return calls

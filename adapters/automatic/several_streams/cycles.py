@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from adapters.architecture import Block
-from adapters.automatic.blocks import FoundStack
+from adapters.automatic.blocks import FoundStack, numbered_members
 from adapters.automatic.norms import norm_kind
 from adapters.observe.calls import ModuleCall, Recording
 from adapters.observe.tolerance import NEGLIGIBLE, agree
@@ -57,7 +56,7 @@ def find_cycles(model: nn.Module, recording: Recording) -> FoundStack | None:
         tuple(passed),
         tuple(range(len(calls))),
         len(calls),
-        members=_numbered(recording, calls, path),
+        members=numbered_members(recording, calls, path, {call.path for call in calls}),
         joined={index: tuple((recording.numbered(c), factor) for c, factor in each) for index, each in joined.items()},
     )
 
@@ -88,18 +87,6 @@ def alike(blocks: list[Block], members: Sequence[str], not_offered: dict[str, st
                 if (at_best := each.replace(f".{index}.", f".{best}.", 1)) in not_offered:
                     not_offered[each] = not_offered[at_best]
     return found
-
-
-def _numbered(recording: Recording, calls: Sequence[ModuleCall], path: str) -> tuple[str, ...]:
-    """Where the calls stand, by their numbers."""
-    counts: Counter[str] = Counter()
-    members = []
-    for call in calls:
-        old = call.path
-        members.append(f"{old[len(path) + 1 :] if path else old}@{counts[old]}")
-        recording.rename(call, f"{old}@{counts[old]}")
-        counts[old] += 1
-    return tuple(members)
 
 
 def _sources(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adapters.architecture import Stack
 from adapters.norms import Norm, normalized
-from adapters.paths import has_module
+from adapters.paths import has_module, is_inside
 from adapters.proofs.ends.embeddings import ENDS, zeroed
 from adapters.proofs.evidence import Evidence, like
 from adapters.proofs.report import Findings
@@ -58,14 +58,14 @@ def _headed(evidence: Evidence, findings: Findings, head: Head, stream: Tensor |
     if module is None:
         return stream
     weight = getattr(linear.module, "weight", None) if linear else None
-    inside = f"{evidence.from_model(head.linear)}.".startswith(f"{path}.")
+    inside = is_inside(evidence.from_model(head.linear), path)
     ok = inside and isinstance(weight, Tensor) and weight.ndim == 2
     findings.holds(ENDS, head.name, ok, f"{head.linear} is no linear layer of it that ran")
     if not head.unembeds:
         return stream
     findings.equal(ENDS, head.name, module.input, stream)
     normed = evidence.call(evidence.from_model(head.norm.path)) if head.norm else None
-    if f"{evidence.from_model('.' + unembed)}.".startswith(f"{path}.") and not normed:
+    if is_inside(evidence.from_model("." + unembed), path) and not normed:
         return evidence.entered(evidence.from_model("." + unembed))  # the module holds the output layer, too
     return normed.result if normed else module.result
 
