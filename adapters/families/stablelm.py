@@ -7,10 +7,9 @@ from transformers import PreTrainedConfig
 from adapters.architecture import Architecture
 from adapters.families.shapes.llama import llama_like
 from adapters.norms import LAYER_NORM
-from adapters.registry import only, register
+from adapters.registry import only
 
 
-@register("StableLmPreTrainedModel")
 def stablelm(config: PreTrainedConfig) -> Architecture:
     only(config, qk_layernorm=False)  # each head has norms of its own
     parallel = config.use_parallel_residual
