@@ -78,15 +78,17 @@ class Stack:
             return [module_at(base, self.place_of(index)) for index in range(len(self.members))]
         return members_of(base.get_submodule(self.path))
 
-    @property
-    def changed_before(self) -> set[tuple[str, Literal["input", "output"]]]:
-        """What the model writes over of the modules that run before the blocks."""
-        return {(path, kind) for path, kind in self.changed_in_place if path.partition(".")[0] != "*"}
+    def changed_below(self, path: str, *, in_blocks: bool) -> set[tuple[str, Literal["input", "output"]]]:
+        """What the model writes over of the modules in a block, or of those that run before the blocks.
 
-    @property
-    def changed_inside(self) -> set[tuple[str, Literal["input", "output"]]]:
-        """What it writes over of the modules in each block, relative to that."""
-        return {(path[2:], kind) for path, kind in self.changed_in_place if path.partition(".")[0] == "*"}
+        Args:
+            path: of the block, or of the base model.
+            in_blocks: which of the two.
+        """
+        found = (
+            (at[2:] if in_blocks else at, kind) for at, kind in self.changed_in_place if (at[:1] == "*") == in_blocks
+        )
+        return {(join(path, at), kind) for at, kind in found}
 
     @property
     def shares_modules(self) -> bool:

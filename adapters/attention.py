@@ -341,18 +341,11 @@ class AttentionPoints:
         self._add_others()
         self._add_results()
 
-    @property
-    def _inner(self) -> PointList:
-        return self.points.inside(self.name)
-
     def _site(self, path: str, kind: SiteKind = "output", key: str | None = None) -> Site:
         return Site(join(self.module, path), kind, key)
 
     def _n_heads(self, letter: str) -> int:
         return self.n_heads if letter == "q" else self.n_kv_heads
-
-    def _view(self, letter: str) -> View:
-        return self.part.projections[letter].view or Heads(self._n_heads(letter))
 
     def _add_inputs(self, own: str) -> None:
         """What each head reads of the stream."""
@@ -361,10 +354,11 @@ class AttentionPoints:
         for letter, projection in self.part.projections.items():
             if projection.latent is not None:
                 continue
+            n_heads = self._n_heads(letter)
             self.points.add(
                 f"hook_{own}{letter}_input",
                 self._site(projection.path),
-                PerHeadInput(self._view(letter), self._n_heads(letter)),
+                PerHeadInput(projection.view or Heads(n_heads), n_heads),
                 f"batch {self.points.pos} {self.part.heads(letter)} d_model",
                 group="heavy",
                 flag="use_split_qkv_input",
@@ -397,7 +391,7 @@ class AttentionPoints:
 
     def _add_projections(self) -> None:
         """Queries, keys and values, and the latents that they are made from."""
-        part, inner, pos = self.part, self._inner, self.points.pos
+        part, inner, pos = self.part, self.points.inside(self.name), self.points.pos
         for name, latent in (("q", part.q.latent), ("kv", part.k.latent)):
             if latent:
                 inner.add(f"hook_{name}_latent", self._site(latent), axes=f"batch {pos} d_{name}_latent")
@@ -405,7 +399,7 @@ class AttentionPoints:
         for letter, projection in part.projections.items():
             own_pos = self.key_pos if part.cross and letter != "q" else pos
             axes = f"batch {own_pos} {part.heads(letter)} {part.width(letter)}"
-            view, sources = self._view(letter), tuple[Site, ...]()
+            view, sources = projection.view or Heads(self._n_heads(letter)), tuple[Site, ...]()
             if projection.bias:
                 holder, _, parameter = projection.bias.rpartition(".")
                 view, sources = Biased(view, parameter), (self._site(holder, "input"),)
@@ -417,7 +411,7 @@ class AttentionPoints:
 
     def _add_product(self, scores: View) -> None:
         """What meets in the product of queries and keys, the scores, and the pattern."""
-        part, inner, pos = self.part, self._inner, self.points.pos
+        part, inner, pos = self.part, self.points.inside(self.name), self.points.pos
         for letter, own_pos in (("q", pos), ("k", self.key_pos)) if part.shows_rotated else ():
             axes = f"batch {own_pos} {part.heads(letter)} {part.width('q')}"
             site = self._site(part.core, "attention", letter)
@@ -428,7 +422,7 @@ class AttentionPoints:
 
     def _add_others(self) -> None:
         """What else is made inside of it: biases of scores, auxiliary modules, what stands between pattern and `z`."""
-        part, inner, pos = self.part, self._inner, self.points.pos
+        part, inner, pos = self.part, self.points.inside(self.name), self.points.pos
         for path in part.score_bias_modules or ():
             made = module_path(path).rpartition(".")[2]
             inner.add(f"{made}.hook_places", self._site(path), axes=f"one places d_{made}", group="extra")
@@ -444,12 +438,12 @@ class AttentionPoints:
 
     def _add_results(self) -> None:
         """`z`, and what each head adds."""
-        part, heads = self.part, f"batch {self.points.pos} {self.part.heads('q')}"
+        part, inner, heads = self.part, self.points.inside(self.name), f"batch {self.points.pos} {self.part.heads('q')}"
         entered, axes = self._site(part.o, "input"), f"{heads} {part.width('v')}"
-        self._inner.add("hook_z", entered, Heads(self.n_heads), axes, aliases=("o.hook_in",))
+        inner.add("hook_z", entered, Heads(self.n_heads), axes, aliases=("o.hook_in",))
         if self.factor is not None:
             view, site = HeadResults(self.n_heads, self.factor), self._site(part.o)
-            self._inner.add("hook_result", site, view, f"{heads} d_model", group="heavy", flag="use_attn_result")
+            inner.add("hook_result", site, view, f"{heads} d_model", group="heavy", flag="use_attn_result")
 
 
 def qk_norm_points(points: PointList, part: Attention, module: str) -> None:

@@ -126,9 +126,9 @@ class BlockBuilder:
         else:
             others = (".ln_final.hook_in",) if self.last and not self.stack.one_of_two else ()
             self._add_stream("hook_resid_post", output, aliases=("hook_out", *others))
-        changed = {(join(self.path, path), kind) for path, kind in self.stack.changed_inside}
-        points = copied(self.points.points, changed)
-        return self._with_other_names(batch_first(points) if self.stack.positions_first else points)
+        points = copied(self.points.points, self.stack.changed_below(self.path, in_blocks=True))
+        points = batch_first(points) if self.stack.positions_first else points
+        return list(map(_renamed, points)) if self.stack.one_of_two else points
 
     def _add(self, flat: bool, name: str, site: Site, view: View | None = None, **more: Unpack[MoreOfPoint]) -> None:
         """Adds a point of the shape of the stream, whose site holds ``(batch pos)`` rows in a flat part."""
@@ -318,14 +318,9 @@ class BlockBuilder:
             self.points.add(named.after, total, aliases=(norm_in,))
         self._add_norm(named.norm, norm)
 
-    def _with_other_names(self, points: list[Point]) -> list[Point]:
-        """The points, with TransformerLens 3's names for an encoder's and a decoder's blocks as further aliases."""
-        if not self.stack.one_of_two:
-            return points
-        return [_renamed(point) for point in points]
-
 
 def _renamed(point: Point) -> Point:
+    """The same, with TransformerLens 3's names for an encoder's and a decoder's blocks as further aliases."""
     stack = point.stack
     names = tuple(name.replace(f"{stack}.", f"{stack}_blocks.", 1) for name in (point.name, *point.aliases))
     if stack == "decoder":

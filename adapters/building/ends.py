@@ -53,11 +53,8 @@ def embedding_points(architecture: Architecture, base: str, model: nn.Module, d_
         names = ("hook_pos_embed", "pos_embed.hook_out")
         name, aliases = ("embed.hook_pos_embed", names) if together else (names[0], names[1:])
         points.add(name, site, WithBatchAxis(), total, aliases=aliases, sources=(tokens,))
-    if made.module is not None:
-        if made.norm:
-            norm_points(points, "embed.ln", made.norm.kind, Site(join(base, made.norm.path), "output"), axes=total)
-        points.add("hook_full_embed", Site(join(base, made.module), "output"))
-    found = copied(points.points, {(join(base, path), kind) for path, kind in architecture.stack.changed_before})
+    _add_sum(points, made, base, total)
+    found = copied(points.points, architecture.stack.changed_below(base, in_blocks=False))
     view = architecture.stack.stream_view
     return batch_first(found) if isinstance(view, PositionsFirst) and view.embeddings else found
 
@@ -75,11 +72,16 @@ def image_points(made: Embedding, base: str, model: nn.Module) -> list[Point]:
         site = Site(join(base, made.patches), "output")
         view = Patches() if isinstance(module_at(model, site.path), nn.Conv2d) else None
         points.add("hook_embed", site, view, "batch patch d_model", aliases=("embed.hook_out",))
+    _add_sum(points, made, base)
+    return points.points
+
+
+def _add_sum(points: PointList, made: Embedding, base: str, axes: str | None = None) -> None:
+    """The sum of embeddings, where a module puts out the first stream, and the norm of it."""
     if made.module is not None:
         if made.norm:
-            norm_points(points, "embed.ln", made.norm.kind, Site(join(base, made.norm.path), "output"))
+            norm_points(points, "embed.ln", made.norm.kind, Site(join(base, made.norm.path), "output"), axes=axes)
         points.add("hook_full_embed", Site(join(base, made.module), "output"))
-    return points.points
 
 
 def batch_first(points: list[Point]) -> list[Point]:

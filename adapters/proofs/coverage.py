@@ -178,7 +178,8 @@ def prove_modules(model: nn.Module, places: Iterator[LayerStep]) -> Check:
             moved.setdefault(kept, []).append(f"{place.prefix}{place.named.name}")
     if not moved:
         return Check(THERE, True, f"{looked_for} modules")
-    found = "; ".join(f"{_several(where)}: the declaration has {what}" for what, where in moved.items())
+    more = {what: f" and {len(where) - 1} more" if len(where) > 1 else "" for what, where in moved.items()}
+    found = "; ".join(f"{where[0]}{more[what]}: the declaration has {what}" for what, where in moved.items())
     return Check(THERE, False, f"{found}. {INFER}")
 
 
@@ -198,7 +199,3 @@ def _instead(model: nn.Module, owner: str, path: str) -> str:
     found = model.get_submodule(owner)
     inside = ", ".join(name for name, _ in found.named_children()) or "nothing"
     return f"the {type(found).__name__} there has no {path}, but {inside}"
-
-
-def _several(places: list[str]) -> str:
-    return places[0] if len(places) == 1 else f"{places[0]} and {len(places) - 1} more"
