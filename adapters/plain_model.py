@@ -12,7 +12,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from adapters.inputs.arguments import may_take
 from adapters.multihead import open_multihead
-from adapters.observe.calls import elements_of
+from adapters.observe.calls import ModuleCall, elements_of
 from adapters.observe.errors import WRONG, one_line
 from adapters.observe.recording import Recorder
 from adapters.paths import core_path
@@ -159,16 +159,17 @@ def _ends(module: nn.Module) -> tuple[str, str | None]:
             "go in, as its first argument, and logits come out"
         ) from error
     calls = sorted(recording.calls, key=lambda call: call.end)
-    given = [call.args[0] if call.args else None for call in calls]
-    ids = [isinstance(x, Tensor) and not x.is_floating_point() and torch.equal(x, tokens) for x in given]
-    tables = [call.path for call, looks_up in zip(calls, ids, strict=True) if looks_up]
-    made = [
-        call.path for call, looks_up in zip(calls, ids, strict=True)
-        if not looks_up and isinstance(call.output, Tensor) and call.output.shape == logits.shape
-    ]  # fmt: skip
+    tables = [call.path for call in calls if _looks_up(call, tokens)]
+    outputs = [(call.path, call.output) for call in calls if call.path not in tables]
+    made = [path for path, x in outputs if isinstance(x, Tensor) and x.shape == logits.shape]
     if not tables or not isinstance(module.get_submodule(tables[0]), nn.Embedding):
         raise UnsupportedModelError(f"{name} looks tokens up in no nn.Embedding: how many there are is not known")
     return tables[0], made[-1] if made else None
+
+
+def _looks_up(call: ModuleCall, tokens: Tensor) -> bool:
+    x = call.args[0] if call.args else None
+    return isinstance(x, Tensor) and not x.is_floating_point() and torch.equal(x, tokens)
 
 
 def with_interface(model: nn.Module) -> nn.Module:

@@ -32,8 +32,8 @@ class FoundStack:
         members: where each block stands in the list, if that is not its index: one that runs several times has all of
             them.
         ends: for blocks that are no modules, those that the stream enters first and leaves last, relative to `path`.
-        joined: of blocks that are not given what left the one before, by their index: the calls outside of the blocks
-            that what they are given is the sum of, each with its factor.
+        block_inputs: of blocks that are not given what left the one before, by their index: the calls outside of the
+            blocks that what they are given is the sum of, each with its factor.
         positions_first: what enters them is ``[pos, batch, d_model]``.
         n_streams: how many streams it carries, where they are several.
         rescaled: what the stream is multiplied with before a block, by the block's index, where that is not one.
@@ -47,7 +47,7 @@ class FoundStack:
     members: tuple[str, ...] = ()
     ends: tuple[tuple[str, str], ...] = ()
     rescaled: Mapping[int, float] = field(default_factory=dict)
-    joined: Mapping[int, tuple[tuple[str, float], ...]] = field(default_factory=dict)
+    block_inputs: Mapping[int, tuple[tuple[str, float], ...]] = field(default_factory=dict)
     positions_first: bool = False
     n_streams: int | None = None
 

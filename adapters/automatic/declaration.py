@@ -279,8 +279,8 @@ class _Inference:
         """
         factors = found.rescaled if last == 1 else {**found.rescaled, found.length: last}
         inputs: dict[int, tuple[tuple[str, float], ...]] = {i: (("", factor),) for i, factor in factors.items()}
-        joined = {i: tuple((self.relative(path), w) for path, w in each) for i, each in found.joined.items()}
-        return inputs | joined
+        summed = {i: tuple((self.relative(path), w) for path, w in each) for i, each in found.block_inputs.items()}
+        return inputs | summed
 
     def _changed_before(self, start: int) -> tuple[tuple[str, Literal["input", "output"]], ...]:
         """What the model writes over, at the borders of the modules that run before the blocks."""
@@ -438,8 +438,8 @@ def _step(declared: Part, part: FoundPart, total: Sum, term: Term, norms: Norms,
         pre=_inside(part.pre, block),
         result_chain=(*((post,) if post else ()), *term.transform),
         stream_norm=_norm(total.norm, norms, block) if term is total.terms[-1] else None,
-        residual_transform=total.carry if term is total.terms[0] else (),
-        residual_sum_module=None if total.total is None else at(total.total.path),
+        residual_transform=total.residual_transform if term is total.terms[0] else (),
+        residual_sum_module=None if total.sum_module is None else at(total.sum_module.path),
         mix=None if total.mix is None else total.mix.of(block.path),
         out=None if at(out.path) == declared.path else at(out.path),
         out_element=seen.key or 0,

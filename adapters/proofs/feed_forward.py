@@ -97,32 +97,38 @@ class _Mixture:
         if logits is None or router is None or router.input is None or any(x is None for x in missing):
             self.findings.holds(CHOICE, at, False, "the router did not run")
             return
-        matrix = router.module.get_submodule(router_matrix(router.module))
-        weight, bias = (getattr(matrix, name, None) for name in ("weight", "bias"))
-        if isinstance(weight, Tensor) and weight.ndim == 2:
-            made = torch.nn.functional.linear(router.input.flatten(0, -2), weight.detach(), bias)
-            self.findings.equal(CHOICE, f"{at}hook_router_logits", logits, made)
-        else:
-            self.findings.inconclusive(CHOICE, f"{at}hook_router_logits: the router has no matrix")
-        wide = logits.double()
+        tokens, wide = router.input.flatten(0, -2), logits.double()
+        self._routes(router.module, tokens, logits)
         if are_modules(held):
-            self._of_modules(held, router.input.flatten(0, -2).double(), wide)
+            self._of_modules(held, tokens.double(), wide)
             return
         assert weights is not None and top is not None and chosen is not None
         if self.part.in_batches:
-            self._in_batches(wide, weights, chosen, router.input.flatten(0, -2))
-            return
-        if self.part.chosen_by == "in turn":
+            self._in_batches(wide, weights, chosen, tokens)
+        elif self.part.chosen_by == "in turn":
             self._in_turn(wide, weights, top, chosen)
-            return
-        if self.part.chosen_by == "scores":
+        elif self.part.chosen_by == "scores":
             self._by_scores(wide, weights, top, chosen)
-            return
-        if self.part.chosen_by.endswith("probabilities"):
-            expected = wide.softmax(-1)
         else:
-            expected = torch.zeros_like(wide)
-            expected.scatter_(-1, chosen.long(), wide.gather(-1, chosen.long()).softmax(-1))
+            self._by_softmax(wide, weights, top, chosen)
+
+    def _routes(self, router: nn.Module, tokens: Tensor, logits: Tensor) -> None:
+        """The router's matrix makes the logits of the tokens."""
+        at, matrix = f"{self.place.part}hook_router_logits", router.get_submodule(router_matrix(router))
+        weight, bias = (getattr(matrix, name, None) for name in ("weight", "bias"))
+        if isinstance(weight, Tensor) and weight.ndim == 2:
+            self.findings.equal(CHOICE, at, logits, torch.nn.functional.linear(tokens, weight.detach(), bias))
+        else:
+            self.findings.inconclusive(CHOICE, f"{at}: the router has no matrix")
+
+    def _by_softmax(self, logits: Tensor, weights: Tensor, top: Tensor, chosen: Tensor) -> None:
+        """The weights are a softmax over all logits, of which the largest are chosen, or over those of the chosen."""
+        at = self.place.part
+        if self.part.chosen_by.endswith("probabilities"):
+            expected = logits.softmax(-1)
+        else:
+            expected = torch.zeros_like(logits)
+            expected.scatter_(-1, chosen.long(), logits.gather(-1, chosen.long()).softmax(-1))
         self.findings.equal(CHOICE, f"{at}hook_expert_weights", weights, expected.to(weights.dtype), 1.0)
         best = expected.topk(chosen.shape[-1]).indices.sort(-1).values
         same = self.part.chosen_by.startswith("corrected") or bool((best == chosen.long().sort(-1).values).all())

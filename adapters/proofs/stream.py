@@ -50,9 +50,9 @@ def _sum(evidence: Evidence, findings: Findings, place: LayerStep) -> None:
     steps = place.stack.block_at(place.layer).named
     names = [place.named.onto, *(f"hook_{n.name}_out" for n in steps if n.after == place.named.after)]
     left = " + ".join(name.removeprefix("hook_") for name in names)
-    carry = place.named.step.residual_transform
-    if carry:
-        left = f"({', '.join(parameters_of(carry)) or f'{constant_of(carry):g}'}) * {left}"
+    on_stream = place.named.step.residual_transform
+    if on_stream:
+        left = f"({', '.join(parameters_of(on_stream)) or f'{constant_of(on_stream):g}'}) * {left}"
     claim = f"{left} = {place.named.after.removeprefix('hook_')}"
     at = place.prefix + place.named.after
     terms = [evidence.get(place.prefix + name) for name in names]
@@ -64,7 +64,7 @@ def _sum(evidence: Evidence, findings: Findings, place: LayerStep) -> None:
     if place.named.step.mix:
         _mixed(evidence, findings, place, there)
         return
-    added = transformed(carry, there[0].double(), module_at(evidence.bridge.original_model, place.path))
+    added = transformed(on_stream, there[0].double(), module_at(evidence.bridge.original_model, place.path))
     for term in there[1:]:
         added = added + term.double()
     findings.equal(claim, at, total, added.to(total.dtype), max(float(term.abs().max()) for term in there))

@@ -40,14 +40,14 @@ def find_cycles(model: nn.Module, recording: Recording) -> FoundStack | None:
     passed = [seen for seen in outputs if seen is not None]
     if len(passed) < len(calls) or len({seen.key for seen in passed}) > 1:
         return None
-    joined = {}
+    summed = {}
     for index, (call, before) in enumerate(zip(calls[1:], passed, strict=False), 1):
         assert call.entered is not None
         if call.entered.mark != before.mark:
             sources = _sources(model, recording, calls, call)
             if sources is None:
                 return None
-            joined[index] = sources
+            summed[index] = sources
     parts = zip(*(call.path.split(".") for call in calls), strict=False)
     path = ".".join(same[0] for same in itertools.takewhile(lambda same: len(set(same)) == 1, parts))
     return FoundStack(
@@ -57,7 +57,9 @@ def find_cycles(model: nn.Module, recording: Recording) -> FoundStack | None:
         tuple(range(len(calls))),
         len(calls),
         members=numbered_members(recording, calls, path, {call.path for call in calls}),
-        joined={index: tuple((recording.numbered(c), factor) for c, factor in each) for index, each in joined.items()},
+        block_inputs={
+            index: tuple((recording.numbered(c), factor) for c, factor in each) for index, each in summed.items()
+        },
     )
 
 
