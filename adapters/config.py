@@ -134,8 +134,13 @@ class ModelConfig(LoadedModelFields):
         return known if rows is None else rows
 
     def _ties_now(self, core: nn.Module) -> bool:
-        """Whether one tensor is embedding and unembedding; of models with several embeddings, what they say."""
+        """Whether one tensor is embedding and unembedding; of models with several embeddings, what they say.
+
+        A class that lists no tied weights has none, whatever its configuration says.
+        """
         config = config_of(core)
+        if getattr(core, "_tied_weights_keys", None) == {}:
+            return False
         if config.is_encoder_decoder or not all(has_module(core, path) for path in self._vocabularies if path):
             return _ties(config)
         both = [getattr(core.get_submodule(path), "weight", None) for path in self._vocabularies if path]

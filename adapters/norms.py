@@ -29,6 +29,8 @@ class NormKind:
         eps: its epsilon, where its module does not keep it (None: the module does).
         gated: the module inside that is the norm, and the one whose sigmoid, of what it makes of the norm's output,
             that is multiplied with (A.X K2): what is read is the product. None: there is no gate.
+        each: the list of modules inside, of which each head has one (StableLM 2); `eps` says their epsilon. None: all
+            heads have the same, or a row of its weight each.
 
     Raises:
         ValueError: a layer norm has a gate; or a function has no epsilon.
@@ -38,6 +40,7 @@ class NormKind:
     offset: float | None = 0.0
     eps: float | None = None
     gated: tuple[str, str] | None = None
+    each: str | None = None
 
     def __post_init__(self) -> None:
         if self.gated and self.centered:
@@ -100,8 +103,22 @@ class NormKind:
 
     def weight(self, module: nn.Module) -> Tensor | None:
         """The factor the norm multiplies with, ``[d_model]``, or None where it has none."""
-        weight: Tensor | None = materialized(self.normalizer(module), "weight")
+        weight = self._parameter(module, "weight")
         return weight + self.offset if weight is not None and self.offset else weight
+
+    def bias(self, module: nn.Module) -> Tensor | None:
+        """What the norm adds, ``[d_model]``, or None where it adds nothing."""
+        return self._parameter(module, "bias")
+
+    def parts(self, module: nn.Module) -> list[nn.Module]:
+        """The norms of the heads, or the one norm."""
+        return [self.normalizer(module)] if self.each is None else list(module.get_submodule(self.each).children())
+
+    def _parameter(self, module: nn.Module, name: str) -> Tensor | None:
+        held: list[Tensor | None] = [materialized(part, name) for part in self.parts(module)]
+        if self.each is None:
+            return held[0]
+        return torch.stack([x for x in held if x is not None])[:, None] if held[0] is not None else None
 
     def epsilon(self, module: nn.Module) -> float:
         """The epsilon of a norm of this kind."""
@@ -202,9 +219,7 @@ class NormNormalized(_NormView):
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         if self.kind.centered:
             return new
-        module = self.norm(call)[0]
-        weight = self.kind.weight(module)
-        return self.kind.times_gate(module, new if weight is None else (new * weight).to(x.dtype))
+        return apply_weight_and_bias(self.kind, self.norm(call)[0], new, x.dtype)
 
 
 @dataclass(frozen=True, repr=False)
@@ -220,7 +235,9 @@ class NormalizedOutput(View):
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         weight = None if self.kind.centered else self.kind.weight(call.module)
-        return x if weight is None else (at_least_float32(x) / weight).to(x.dtype)
+        bias = None if self.kind.centered else self.kind.bias(call.module)
+        y = x if bias is None else at_least_float32(x) - bias
+        return y.to(x.dtype) if weight is None else (at_least_float32(y) / weight).to(x.dtype)
 
 
 def normalized(kind: NormKind, x: Tensor) -> Tensor:
@@ -238,7 +255,7 @@ def normalized(kind: NormKind, x: Tensor) -> Tensor:
 
 def apply_weight_and_bias(kind: NormKind, module: nn.Module, normalized: Tensor, dtype: torch.dtype) -> Tensor:
     """What the norm makes of a value that has been centred and divided by the scale."""
-    weight, bias = kind.weight(module), materialized(kind.normalizer(module), "bias")
+    weight, bias = kind.weight(module), kind.bias(module)
     if weight is not None:
         normalized = normalized * weight
     if bias is not None:

@@ -29,11 +29,23 @@ from adapters.attention import Attention
 from adapters.feed_forward import MLP, MoE
 from adapters.inputs.made import sample_inputs
 from adapters.mixers.part import Mixer
+from adapters.registry import family_of
 from benchmarks.named_by_transformer_lens import NAMED
 from bridge import TransformerBridge
 from bridge.native.model import NativeModel
 from tests.properties.cases import switched
-from tests.tiny_models import CANNOT_BE_BUILT, WIDE, Task, config_for, model_class, tiny_config, tiny_of, types
+from tests.tiny_models import (
+    CANNOT_BE_BUILT,
+    MAPPINGS,
+    OTHER_HEADS,
+    WIDE,
+    Task,
+    config_for,
+    model_class,
+    tiny_config,
+    tiny_of,
+    types,
+)
 from weight_processing.check import ProcessingError
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
@@ -146,27 +158,50 @@ def _of_three(model_type: str, cls: type[PreTrainedModel], configured: Callable[
     """
 
     def tried(fields: Mapping[str, object]) -> Row:
-        return _tried(model_type, cls.__name__, lambda: tiny_of(cls, configured(**fields)))
+        return _tried(model_type, cls.__name__, lambda: tiny_of(cls, _with(configured, fields)))
 
     usual = tried({})
     if usual.how == "–":
         return usual
     options, refused = _options(cls, configured)
-    others: dict[str, dict[str, object]] = {
-        " ".join(f"{name}={value}" for name, value in options.items()): options,
-        "512 wide": {"sizes": WIDE},
-    }
-    found = {said: tried(fields) for said, fields in others.items() if fields}
+    others: dict[str, Mapping[str, object]] = {"512 wide": {"sizes": WIDE}}
+    if options:
+        others[" ".join(f"{name}={value}" for name, value in options.items())] = options
+    else:
+        others["other heads"] = {"sizes": OTHER_HEADS}
+    found = {said: tried(fields) for said, fields in others.items()}
     made = {said: each for said, each in found.items() if not each.reason.startswith(_NO_INSTANCE)}
-    worse = {said: each for said, each in made.items() if not each.is_full and usual.is_full}
-    row = replace(usual, tried=1 + len(made))
+    reasons = [usual.reason] if usual.reason else []
     if refused and usual.is_full:
-        row = replace(row, reason=f"refused with {' '.join(refused)}")
-    for said, each in worse.items():
-        offered = min(row.offered, each.offered, key=_AMOUNTS.index)
-        reason = "; ".join(filter(None, (row.reason, f"with {said}: {each.reason or each.offered}")))
-        row = replace(row, offered=offered, proved=row.proved and each.proved, reason=reason)
-    return row
+        reasons.append(f"refused with {' '.join(refused)}")
+    offered, proved = usual.offered, usual.proved
+    for said, each in found.items():
+        if said not in made:
+            reasons.append(f"{said}: {each.reason}")
+        elif usual.is_full and not each.is_full:
+            offered, proved = min(offered, each.offered, key=_AMOUNTS.index), proved and each.proved
+            reasons.append(f"with {said}: {each.reason or each.offered}")
+    return replace(usual, offered=offered, proved=proved, reason="; ".join(reasons), tried=1 + len(made))
+
+
+def _with(configured: Callable[..., PreTrainedConfig], fields: Mapping[str, object]) -> PreTrainedConfig:
+    """A configuration with other fields, which are those of its text where it has several parts."""
+    sizes = {name: value for name, value in fields.items() if name == "sizes"}
+    plain = configured(**sizes)
+    text = _text_of(plain)
+    if text is plain:
+        return configured(**fields)
+    for name, value in fields.items():
+        if name not in sizes:
+            setattr(text, name, value)
+        if name == "tie_word_embeddings":  # the head is not the text's
+            plain.tie_word_embeddings = value
+    return plain
+
+
+def _text_of(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The part of a configuration that is of its text: the decoder's, where there is an encoder as well."""
+    return config.get_text_config(decoder=True)
 
 
 @torch.no_grad()
@@ -180,20 +215,32 @@ def _options(
     """
     options: dict[str, object] = {}
     refused: list[str] = []
-    for name, value in switched(configured()).items():
+    config = configured()
+    text = _text_of(config)
+    of_text = None if text is config else MAPPINGS["causal"].get(type(text), None)
+    for name, value in switched(text).items():
         try:
-            model = tiny_of(cls, configured(**options, **{name: value}))
+            model = tiny_of(cls, _with(configured, {**options, name: value}))
             model(**sample_inputs(model))
         except _NOT_BUILT:
             continue
-        try:
-            TransformerBridge(model)
-        except _NOT_BUILT as error:
-            if f"{name}={value}" in str(error):  # an adapter says so
-                refused.append(f"{name}={value}")
-                continue
-        options[name] = value
+        option = f"{name}={value}"
+        if _is_refused(cls, model.config, option) or (of_text and _is_refused(of_text, _text_of(model.config), option)):
+            refused.append(option)
+        else:
+            options[name] = value
     return options, refused
+
+
+def _is_refused(cls: type[PreTrainedModel], config: PreTrainedConfig, option: str) -> bool:
+    """Whether the adapter of a class refuses an option by name."""
+    if not family_of(cls):
+        return False
+    try:
+        TransformerBridge(tiny_of(cls, config), cache_declaration=False)
+    except _NOT_BUILT as error:
+        return option in str(error)
+    return False
 
 
 def _tried(model_type: str, name: str, build: Callable[[], PreTrainedModel]) -> Row:
@@ -202,7 +249,7 @@ def _tried(model_type: str, name: str, build: Callable[[], PreTrainedModel]) -> 
     except _NOT_BUILT as error:
         return Row(model_type, name, reason=f"{_NO_INSTANCE}: {first_line(error.__cause__ or error)}")
     try:
-        bridge = TransformerBridge(model)
+        bridge = TransformerBridge(model, cache_declaration=False)
     except (UnsupportedModelError, *_NOT_BUILT) as error:
         said = str(error)
         why = said.partition(": so what plays")[0] if ": so what plays" in said else first_line(error)

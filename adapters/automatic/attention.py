@@ -126,7 +126,7 @@ class FoundAttention:
             and (sets := disjoint_sets(reached)) and len(sets) == self.n_heads
         ]  # fmt: skip
         self.found: dict[str, tuple[ModuleCall, Sets, ModuleCall | None]] = {}
-        for letter, reached in (("q", reaches.from_query), ("k", reaches.from_keys), ("v", values)):
+        for letter, reached in (("q", reaches.from_query), ("v", values), ("k", reaches.from_keys)):
             carrier = self._carrier(reached)
             if not self.cross and self._is_narrow(letter, carrier):  # what is clamped has no gradient there
                 carrier = self._carrier(self._of_all_queries(letter, live, key_pos)) or carrier
@@ -211,10 +211,16 @@ class FoundAttention:
 
     def _carrier(self, reached: Sequence[Tensor | None]) -> tuple[ModuleCall, Sets, ModuleCall | None] | None:
         """The last linear layer with columns of its own for each head; with the norm behind it that mixes heads."""
+        added = False
         for index in reversed(range(len(self.sources))):
             mask, call = reached[index], self.sources[index]
             sets = None if mask is None else disjoint_sets(mask)
             if mask is None or sets is None or call.entered is None or self.n_heads % len(sets):
+                continue
+            if len(sets[0]) == 1 < self.z_by_head.shape[-1]:  # a number that is added to the scores of a key (Doge),
+                added = True
+                continue
+            if added and "v" in self.found and call is self.found["v"][0]:  # and is made of its value
                 continue
             group = self.n_heads // len(sets)
             if any(tuple(row.nonzero().flatten().tolist()) != sets[head // group] for head, row in enumerate(mask)):
@@ -246,8 +252,10 @@ class FoundAttention:
         return None
 
     def _numbers(self) -> list[float]:
-        """The attention's own numbers."""
-        return [x for x in vars(self.owner.module).values() if isinstance(x, float) and x > 0]
+        """The attention's own numbers, and those of the configuration that it keeps."""
+        config = getattr(self.owner.module, "config", None)
+        kept = [*vars(self.owner.module).values(), *(vars(config).values() if config is not None else ())]
+        return list(dict.fromkeys(x for x in kept if isinstance(x, float) and x > 0))
 
     def declare(self) -> Attention:
         """The declaration.

@@ -81,8 +81,7 @@ def find_stacks(model: nn.Module, recording: Recording) -> tuple[list[FoundStack
         stack, reason = _of_list(path, module, recording)
         two = getattr(config_of(model), "is_encoder_decoder", False)
         if stack is not None and stack.positions_first and not stack.members and two:
-            shape = tuple(stack.stream.value.shape)
-            stack, reason = None, f"the streams of an encoder and a decoder have the shape {shape}"
+            return [], f"the streams of an encoder and a decoder have the shape {tuple(stack.stream.value.shape)}"
         found += [] if stack is None else [stack]
         almost += [reason] if reason else []
     if not found and (other := _parallel(model, recording) or _siblings(model, recording)):

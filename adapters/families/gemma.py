@@ -39,7 +39,8 @@ def gemma2(config: PreTrainedConfig) -> Architecture:
 
 def gemma3(config: PreTrainedConfig) -> Architecture:
     if hasattr(config, "vision_config"):  # with images: the same in the model of its text
-        return language_part(gemma3(config.get_text_config()), "language_model")
+        declared = language_part(gemma3(config.get_text_config()), "language_model")
+        return replace(declared, readout=replace(declared.readout, soft_cap=None))  # which it leaves out
     attn = replace(normed(ATTENTION, "q_norm", "k_norm", GEMMA_NORM), norms_over="heads first")
     # Its configuration has attn_logit_softcapping, but its attention leaves the scores as they are.
     return llama_like(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adapters.attention import Attention
 from adapters.feed_forward import MLP
-from adapters.norms import Norm, NormKind, NormScale
+from adapters.norms import Norm, NormKind, NormScale, apply_weight_and_bias
 from adapters.observe.recognised import probe, recognise_module
 from adapters.offloaded import materialized
 from adapters.paths import join
@@ -88,11 +88,22 @@ def _norm(evidence: Evidence, findings: Findings, name: str, hook: Hook, view: N
         by = gate.result if by is None else by
         findings.equal(CLAIM, f"{name}.hook_out", call.result, inner.result * by.sigmoid())
         call = inner
-    assert call.input is not None
-    module, width = call.module, call.input.shape[-1]
+    if view.kind.each is not None and call.result is not None:
+        around = view.centered(call.input) / view.scale(Call(call.module, (call.input,), {}))
+        made = apply_weight_and_bias(view.kind, call.module, around, call.result.dtype)
+        findings.equal(CLAIM, f"{name}.(each head's)", call.result, made)
+    for module in view.kind.parts(call.module) if view.kind.each is not None else (call.module,):
+        _computes(findings, name, path, view, outer, module, call.input)
+
+
+def _computes(
+    findings: Findings, name: str, path: str, view: NormScale, outer: nn.Module, module: nn.Module, entered: Tensor
+) -> None:
+    """What a norm's module makes of rows that tell kinds apart."""
+    width = entered.shape[-1]
     held = {key: materialized(module, key) for key in ("weight", "bias")}
     parameters = {key: value if isinstance(value, Tensor) else None for key, value in held.items()}
-    found = recognise_module(module, width, call.input, **parameters, tolerance=findings.tolerance)
+    found = recognise_module(module, width, entered, **parameters, tolerance=findings.tolerance)
     if found is None:
         findings.holds(CLAIM, name, False, f"{path} computes no norm that is known")
         return
@@ -102,7 +113,7 @@ def _norm(evidence: Evidence, findings: Findings, name: str, hook: Hook, view: N
     if not findings.holds(CLAIM, name, (found.centered, found.offset) == (declared.centered, offset), seen):
         return
     # The epsilon of the hook point: what it makes of a row that is nearly zero.
-    rows = probe(width, torch.zeros((), dtype=torch.float64, device=call.input.device), sizes=(1e-3, 1e-3))
+    rows = probe(width, torch.zeros((), dtype=torch.float64, device=entered.device), sizes=(1e-3, 1e-3))
     scale = view.scale(Call(outer, (rows,), {}, ((outer, rows),)))
     square = rows.var(-1, correction=0) if declared.centered else rows.pow(2).mean(-1)
     eps = float((scale.squeeze(-1).double() ** 2 - square).mean())

@@ -284,8 +284,9 @@ class _Attention:
             for letter, x in (("q", q), ("k", k))
         }
         made: list[Tensor] = []
+        turned = "rot_" if self.part.shows_rotated else ""
         hooks: list[NamedHook] = [
-            *(([f"{place}hook_{letter}"], lambda x, hook, new=new: new) for letter, new in pairs.items()),
+            *(([f"{place}hook_{turned}{letter}"], lambda x, hook, new=new: new) for letter, new in pairs.items()),
             ([f"{place}hook_attn_scores"], lambda x, hook: made.append(x.detach().double())),
         ]
         with torch.no_grad():

@@ -40,7 +40,17 @@ def find_unembedding(model: nn.Module, recording: Recording, after: int) -> Modu
     for module in model.modules():  # the text's model inside of it may be what says (BLIP)
         find: Callable[[], nn.Module | None] | None = getattr(module, "get_output_embeddings", None)
         layer = layer or (find() if find else None)
-    return next((call for call in recording.calls if call.module is layer and call.start > after and call.left), None)
+    weight = getattr(layer, "weight", None)
+    for call in recording.calls:
+        # It may be the embedding that says, whose matrix the layer has (FSMT).
+        shares = isinstance(layer, nn.Embedding) and call.is_linear and getattr(call.module, "weight", None) is weight
+        if (
+            call.start > after
+            and call.left
+            and (shares or (call.module is layer and not isinstance(layer, nn.Embedding)))
+        ):
+            return call
+    return None
 
 
 def find_head(recording: Recording, after: int, unembed: ModuleCall) -> tuple[str, str, Norm | None] | None:
