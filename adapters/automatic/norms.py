@@ -98,7 +98,7 @@ def with_gated(calls: Sequence[ModuleCall], norms: Mapping[ModuleCall, NormKind]
                     continue
                 if agree(made.value * gate.left[0].value.sigmoid(), left):
                     inner, behind = (relative(each.path, call.path) for each in (norm, gate))
-                    found[call] = replace(norms[norm], gated=(inner, behind))
+                    found[call] = replace(norms[norm], inside=(inner, behind))
                     found.pop(norm, None)
                     break
     return found

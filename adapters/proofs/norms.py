@@ -88,11 +88,12 @@ def _norm(evidence: Evidence, findings: Findings, name: str, hook: Hook, view: N
         by = gate.result if by is None else by
         findings.equal(CLAIM, f"{name}.hook_out", call.result, inner.result * by.sigmoid())
         call = inner
-    if view.kind.each is not None and call.result is not None:
+    assert call.input is not None
+    if view.kind.of_each and call.result is not None:
         around = view.centered(call.input) / view.scale(Call(call.module, (call.input,), {}))
         made = apply_weight_and_bias(view.kind, call.module, around, call.result.dtype)
         findings.equal(CLAIM, f"{name}.(each head's)", call.result, made)
-    for module in view.kind.parts(call.module) if view.kind.each is not None else (call.module,):
+    for module in view.kind.parts(call.module) if view.kind.of_each else (call.module,):
         _computes(findings, name, path, view, outer, module, call.input)
 
 
