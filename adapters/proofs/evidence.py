@@ -218,10 +218,13 @@ def randomized_run(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> E
     """
     evidence = Evidence(bridge, tokens, more)
     generator = torch.Generator().manual_seed(1)
+    sizes, cap = dict(RANDOMIZED), bridge.cfg.attn_scores_soft_cap
+    if cap > 0:  # scores as large as it is, which show what it does to them
+        sizes[".hook_q"] = sizes[".hook_k"] = 0.8 * max(cap, 6.25) ** 0.5
     names = [name for name, hook in bridge.hook_dict.items() if hook.point.group != "heavy"]
 
     def look(x: Tensor, hook: Hook) -> Tensor | None:
-        size = next((size for end, size in RANDOMIZED.items() if hook.name.endswith(end)), None)
+        size = next((size for end, size in sizes.items() if hook.name.endswith(end)), None)
         if size is None:
             evidence.activations[hook.name] = x.detach().clone()
             return None
