@@ -173,19 +173,12 @@ def add_head(points: PointList, head: Head, model: nn.Module, d_model: int) -> N
     path = path_from(model, head.path)
     if not has_module(model, path):
         return
+    width = _width_behind(head, model, d_model)
     if head.norm:
         norm = Site(path_from(model, head.norm.path), "output")
-        norm_points(
-            points,
-            f"{head.name}.ln",
-            head.norm.kind,
-            norm,
-            axes=f"batch {points.pos} {_width_behind(head, model, d_model)}",
-        )
+        norm_points(points, f"{head.name}.ln", head.norm.kind, norm, axes=f"batch {points.pos} {width}")
     if head.hook:
-        points.add(
-            f"{head.name}.{head.hook}", Site(path, "output"), axes=f"batch {_width_behind(head, model, d_model)}"
-        )
+        points.add(f"{head.name}.{head.hook}", Site(path, "output"), axes=f"batch {width}")
 
 
 def add_unembedding(points: PointList, architecture: Architecture, model: nn.Module, d_model: int) -> None:
@@ -206,10 +199,5 @@ def add_unembedding(points: PointList, architecture: Architecture, model: nn.Mod
         width = next((_width_behind(head, model, d_model) for head in between), "d_model")
         rows = f"batch {points.pos}" if architecture.pooled is None else "batch"
         points.add("unembed.hook_in", Site(path, "input"), axes=f"{rows} {width}", group="extra")
-        points.add(
-            "unembed.hook_out",
-            Site(path, "output"),
-            axes=f"{rows} d_vocab_out",
-            group="extra",
-            aliases=("hook_unembed",),
-        )
+        made, aliases = Site(path, "output"), ("hook_unembed",)
+        points.add("unembed.hook_out", made, axes=f"{rows} d_vocab_out", group="extra", aliases=aliases)

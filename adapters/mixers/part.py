@@ -11,7 +11,7 @@ from torch import nn
 
 from adapters.mixers.functions import FUNCTIONS, ONE_STEP, POINTS, STATES
 from adapters.paths import join
-from adapters.points import PointList, Site
+from adapters.points import Group, PointList, Site
 from adapters.views import Branch
 
 #: Names of hook points for modules that TransformerLens calls otherwise.
@@ -81,13 +81,9 @@ def mixer_points(points: PointList, mixer: Mixer, module: str, functions: tuple[
     channels = {seen.channel: len(seen.shown.split()) - 2 for name in whole for seen in FUNCTIONS[name]}
     for channel, rank in channels.items():
         name, axes = POINTS[channel]
-        points.add(
-            name,
-            Site(module, "recurrence", channel),
-            Branch(),  # what is shown is the model's own tensor with its axes in another order
-            axes=f"{start} {axes[rank]}",
-            group="extra" if channel == "conv_in" else "standard",
-        )
+        group: Group = "extra" if channel == "conv_in" else "standard"
+        # What is shown is the model's own tensor with its axes in another order.
+        points.add(name, Site(module, "recurrence", channel), Branch(), f"{start} {axes[rank]}", group=group)
     taken = {POINTS[channel][0] for channel in channels}
     for path, axes_returned in mixer.modules:
         last = path.rpartition(".")[2]
