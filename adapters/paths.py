@@ -32,7 +32,10 @@ def module_at(model: nn.Module, path: str) -> nn.Module:
     Raises:
         AttributeError: there is none.
     """
-    return model.get_submodule(module_path(path))
+    for part in module_path(path).split(".") if path else ():
+        child = model._modules.get(part)
+        model = model.get_submodule(part) if child is None else child  # which says what is missing
+    return model
 
 
 def join(*parts: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from adapters.architecture import NamedStep, Stack
 from adapters.config import config_of
+from adapters.inputs.arguments import accepted_by
 from adapters.inputs.made import Given, arguments_of, split, with_required_inputs
 from adapters.observe.calls import Calls, ModuleCall
 from adapters.observe.recording import Recorder
@@ -199,6 +200,17 @@ def with_what_it_needs(bridge: Bridge, tokens: Tensor, given: Given | None = Non
     return split(bridge.core, with_required_inputs(bridge.core, tokens, two, given))
 
 
+def few_logits(bridge: Bridge, names: Sequence[str]) -> dict[str, Any]:
+    """Asks for the last position's logits alone, where nobody looks at them and the model can be asked so.
+
+    Args:
+        bridge: the bridge.
+        names: the hook points that are looked at.
+    """
+    looked_at = any(name.startswith("unembed") for name in names)
+    return {} if looked_at or "logits_to_keep" not in accepted_by(bridge.core) else {"logits_to_keep": 1}
+
+
 #: The activations that `randomized_run` replaces by random numbers, by the ends of their names, and their size.
 RANDOMIZED = {
     ".hook_q": 2.0, ".hook_k": 2.0, ".hook_v": 1.0, ".hook_pre": 1.5, ".hook_pre_linear": 1.5, ".hook_gate": 1.5,
@@ -280,11 +292,12 @@ def with_graph(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> Evide
     model = bridge.original_model
     plain = {module_path(block) for block in blocks}
     wanted = [each for each in model.named_modules() if any(each[0].startswith(f"{block}.") for block in plain)]
+    hooks: list[NamedHook] = [(scores, look)] if scores else []
     with ExitStack() as cuts, torch.enable_grad():
         for path in plain:
             cuts.enter_context(model.get_submodule(path).register_forward_pre_hook(cut, with_kwargs=True))
         recording = cuts.enter_context(Recorder(wanted, copies=False, layout=bridge.layout))
-        bridge.run_with_hooks(tokens, fwd_hooks=[(scores, look)] if scores else [], **more)
+        bridge.run_with_hooks(tokens, fwd_hooks=hooks, **more, **few_logits(bridge, scores))
     evidence.calls = add_numbered(recording.by_path, bridge)
     return evidence
 

@@ -80,8 +80,9 @@ class Proof:
         """
         names = [name for name in names if name not in self.mechanics.idle]
         short = self._cut(lambda length: length // 2)
-        if short is None:
-            self.mechanics.cache(names)
+        if short is None:  # images: what each head has would take gigabytes
+            points = {name: self.bridge.hook_dict[name].point for name in names}
+            self.mechanics.cache([name for name, each in points.items() if each.group != "heavy" or not each.depth])
             return {}
         seen: set[str] = set()
 
@@ -115,9 +116,8 @@ class Proof:
         rows_of = [name for name in names if self.bridge.hook_dict[name].point.axes.startswith("batch ")]
         only_choose = self._auxiliary() | {"embed.hook_in"}
         edited = [name for name in rows_of if name not in only_choose and "hook_expert_indices" not in name]
-        n_layers = 0 if self.no_layer_runs else self.bridge.cfg.n_layers
         few = self._cut(lambda length: min(length, 3)) or self.arguments
-        return Edits(self.bridge, few, self.arguments, n_layers, self._step).without_effect(edited)
+        return Edits(self.bridge, few, self.arguments, not self.no_layer_runs, self._step).without_effect(edited)
 
     def _auxiliary(self) -> set[str]:
         """The hook points of what attention has besides: an indexer chooses keys, and of a short text it takes all."""
