@@ -209,6 +209,7 @@ class Attention:
         z_transform: what stands between ``pattern @ v`` and `hook_z`: a `Gate`, a `SinkGate`, an `AddedOutput`, a
             `Norm`, or an `Affine` with a factor.
         clip: queries, keys and values are clamped to this behind their projections, which the hook points stand on.
+        clips_normed: queries and keys are so behind their norms, and not before.
         score_bias_modules: something that queries alone, keys alone, or places alone make is added to the product of
             queries and keys (relative positions, as in DeBERTa and MPNet): the modules inside that make it, relative to
             the attention module; none, where others do. None: nothing is added, but for a `position_bias` or ALiBi.
@@ -232,6 +233,7 @@ class Attention:
     cross: bool = False
     z_transform: ZTransform | None = None
     clip: float | None = None
+    clips_normed: bool = False
     score_bias_modules: tuple[str, ...] | None = None
     auxiliary_modules: tuple[tuple[str, str], ...] = ()
     config_values: Mapping[str, object] = field(default_factory=dict, hash=False)

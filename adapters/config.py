@@ -134,18 +134,13 @@ class ModelConfig(LoadedModelFields):
         return known if rows is None else rows
 
     def _ties_now(self, core: nn.Module) -> bool:
-        """Whether one tensor is embedding and unembedding; of models with several embeddings, what they say.
-
-        A class that lists no tied weights has none, whatever its configuration says.
-        """
+        """Whether one tensor is embedding and unembedding; of models with several embeddings, what they say."""
         config = config_of(core)
-        if getattr(core, "_tied_weights_keys", None) == {}:
-            return False
         if config.is_encoder_decoder or not all(has_module(core, path) for path in self._vocabularies if path):
-            return _ties(config)
+            return _ties(config, core)
         both = [getattr(core.get_submodule(path), "weight", None) for path in self._vocabularies if path]
         if len(both) < 2 or not all(isinstance(each, Tensor) for each in both):
-            return _ties(config)
+            return _ties(config, core)
         return both[0] is both[1]
 
     def _parameters(self) -> Iterator[nn.Parameter]:
@@ -291,7 +286,9 @@ def model_config(architecture: Architecture, model: nn.Module, root: nn.Module) 
     return ModelConfig(**values, _model=model, _vocabularies=vocabularies)
 
 
-def _ties(hf: PreTrainedConfig) -> bool:
+def _ties(hf: PreTrainedConfig, core: nn.Module | None = None) -> bool:
+    if getattr(core, "all_tied_weights_keys", None) == {}:  # transformers' own list of what it has tied
+        return False
     if hf.is_encoder_decoder and not hasattr(hf, "vocab_size"):  # of two models: the decoder's
         hf = hf.get_text_config(decoder=True)
     return bool(first(hf, "tie_word_embeddings"))

@@ -72,6 +72,8 @@ WITHOUT_TEXT: dict[str, tuple[str, ...]] = {
         "WhisperForAudioClassification",
     ),
 }  # fmt: skip
+#: As many as a type is tried in.
+CONFIGURATIONS = 3
 _BESIDE = "Classes without text, or without a head"
 _NO_INSTANCE = "no tiny instance"
 #: How much of a model is offered, the least first.
@@ -133,7 +135,7 @@ class Row:
 
 
 def row(model_type: str, task: Task) -> Row:
-    """Tries one type in three configurations: the usual one, with all its options the other way round, a wide one."""
+    """Tries one type in three configurations: the usual one, a wide one, one with other options or other heads."""
     try:
         cls = model_class(model_type, task)
     except ImportError:
@@ -185,17 +187,18 @@ def _of_three(model_type: str, cls: type[PreTrainedModel], configured: Callable[
 
 
 def _with(configured: Callable[..., PreTrainedConfig], fields: Mapping[str, object]) -> PreTrainedConfig:
-    """A configuration with other fields, which are those of its text where it has several parts."""
+    """A configuration with other fields: of one of several parts, those of its text, and of an encoder of the kind."""
     sizes = {name: value for name, value in fields.items() if name == "sizes"}
     plain = configured(**sizes)
     text = _text_of(plain)
     if text is plain:
         return configured(**fields)
+    encoder = getattr(plain, "encoder", None)
     for name, value in fields.items():
-        if name not in sizes:
-            setattr(text, name, value)
-        if name == "tie_word_embeddings":  # the head is not the text's
-            plain.tie_word_embeddings = value
+        parts = [] if name in sizes else [text, *([encoder] if type(encoder) is type(text) else [])]
+        # The head is not the text's.
+        for part in (*parts, plain) if name == "tie_word_embeddings" else parts:
+            setattr(part, name, value)
     return plain
 
 
@@ -356,14 +359,15 @@ def table(found: list[Row]) -> str:
 
 
 def summary(found: list[Row]) -> str:
-    """The rows in numbers."""
-    full = sum(each.offered == "full" and each.proved for each in found)
+    """The rows in numbers. Full is what is so in all configurations."""
+    full = sum(each.is_full and each.tried == CONFIGURATIONS for each in found)
     parts = sum(each.offered in ("full", "parts") for each in found)
     stream = sum(each.offered != "–" for each in found)
     how = Counter(each.how for each in found)
     return (
-        f"Of {len(found)} types, {full} are fully offered and proved, {parts} at least with the stream and its parts, "
-        f"{stream} at least with the stream; {how['declared']} have an adapter, for {how['inferred']} one is inferred."
+        f"Of {len(found)} types, {full} are fully offered and proved in three configurations, {parts} at least with the "
+        f"stream and its parts, {stream} at least with the stream; {how['declared']} have an adapter, for "
+        f"{how['inferred']} one is inferred."
     )
 
 
@@ -375,12 +379,20 @@ What `TransformerBridge(model)` offers of every text architecture of transformer
 instance of each (`tests/tiny_models.py`): factors are not one, windows are shorter than the prompt, there is a layer of
 each kind, and noise is on every parameter.
 
+Each type is tried in three configurations: with grouped key heads where it has them; with the options of its
+configuration the other way round (biases, norms, caps, tied embeddings, one key head), all at once; and 512 wide, with
+eight heads of 64 columns. A type without options has two heads in place of four, one of keys. Options are those that a
+model can be built with. Of a model of several parts they are its text's. A row holds of all three: what is said after
+*with* fails in that configuration alone, and *refused with* names options that an adapter refuses by name, which are
+left out of the second configuration.
+
 - **adapter**: *declared* by an adapter of ours, or *inferred* from one run, its hook points tried on the model
   (see [adapters](adapters.md)).
 - **offered**: *full*: the stream, attention, MLP, mixture or mixer, with all that is inside; *parts*: the stream and
   what is added to it, and not all that is inside; *stream*: what enters and leaves the blocks.
 - **proved**: `adapters.verify` proves every claim that is declared or inferred; where it does not, the last column says
   which.
+- **tried**: the configurations that could be built.
 - **processed**: the transforms of `process_weights` that are done, with the log probabilities as before.
 
 {named}

@@ -53,7 +53,9 @@ OWN: dict[str, dict[str, Any]] = {
     "emu3": {"vocabulary_map": {str(token): number for number, token in enumerate(("<image>", "a", "b"), 5)}},
     "gemma3": {"image_token_index": 5, "mm_tokens_per_image": 49},
     "llava": {"image_token_index": 5},
-    "muse_spark_audio": {"num_hidden_layers": 4, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "out_hidden_size": 32},
+    "muse_spark_audio": {
+        "num_hidden_layers": 4, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "out_hidden_size": 32,
+    },
     "radio": {"video_temporal_patch_size": 2},
     "mllama": {"image_token_index": 5},
     "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},

@@ -70,7 +70,7 @@ class Facts:
         scale = measured.scale(found, cap)
         alibi = None if scale is not None or declared.rotary else measured.alibi_scale(found)
         biased = measured.scale(found, cap, biased=True) if scale is None and alibi is None else None
-        scaled_elsewhere = measured.scale_elsewhere(found) if not (scale or alibi) else None
+        scaled_elsewhere = measured.scale_elsewhere(found) if found.adds or not (scale or alibi) else None
         said = scale or alibi or biased or scaled_elsewhere
         self.add("attn_scale", said)
         own["attn_scale"] = said

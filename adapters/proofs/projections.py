@@ -249,14 +249,16 @@ def clipped(made: Tensor | None, part: Attention) -> Tensor | None:
 
 def normed(evidence: Evidence, place: LayerStep, part: Attention, letter: str) -> Tensor | None:
     """Queries or keys behind their norm, where they have one."""
-    made = clipped(evidence.get(f"{place.part}hook_{letter}"), part)
+    made = evidence.get(f"{place.part}hook_{letter}")
     norm = part.projections[letter].norm
     if norm is None or made is None or part.rotary == "first":
-        return made
+        return clipped(made, part)
     call = evidence.call(place.module, norm.path)
     if call is None or call.result is None:
         return None
     result = call.result
     if part.norms_over == "heads first":
         result = result.transpose(1, 2)
-    return result.reshape(made.shape) if result.numel() == made.numel() else None
+    if result.numel() != made.numel():
+        return None
+    return clipped(result.reshape(made.shape), part) if part.clips_normed else result.reshape(made.shape)

@@ -217,7 +217,8 @@ class _Attention:
         norm = self.part.projections[letter].norm
         if norm is None:
             return
-        made, at = clipped(self.get(letter), self.part), f"{self.place.part}{letter}_norm"
+        made, at = self.get(letter), f"{self.place.part}{letter}_norm"
+        made = made if self.part.clips_normed else clipped(made, self.part)
         entered = self.evidence.entered(self.place.module, norm.path)
         over = 0 if entered is None else entered.shape[-1]
         if entered is not None and made is not None and self.part.norms_over == "heads first":
