@@ -319,9 +319,8 @@ class FoundAttention:
             entered = self.found[letter][0].entered
             assert entered is not None
             made = [c for c in self.sources if c.left[0].mark == entered.mark and c.end < self.found[letter][0].start]
-            given = self.owner.entered is not None and entered.mark == self.owner.entered.mark
             pre = self.part.pre is not None and bool(made) and made[-1].path == self.part.pre.path
-            if given or pre:
+            if self.owner.reads(entered.mark) or pre:
                 found.add(None)
             else:
                 found.add(relative(made[-1].path, self.owner.path) if made else "")

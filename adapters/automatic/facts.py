@@ -209,25 +209,14 @@ def with_sizes(block: Block, values: Mapping[str, object]) -> Block:
             return replace(part, up=sized(part.up, values["d_mlp"]))
         if not isinstance(part, Attention):
             return part
-        return replace(
-            part,
-            q=sized(part.q, d_head),
-            k=sized(part.k, d_head),
-            v=sized(part.v, d_head),
-            config_values={
-                name: value
-                for name, value in part.config_values.items()
-                if value is not None and value != usual.get(name)
-            },
-        )
+        q, k, v = (sized(each, d_head) for each in part.projections.values())
+        others = {name: x for name, x in part.config_values.items() if x is not None and x != usual.get(name)}
+        return replace(part, q=q, k=k, v=v, config_values=others)
 
     return replace(block, steps=tuple(replace(step, part=own(step.part)) for step in block.steps))
 
 
 def all_sized(stack: Stack, values: Mapping[str, object]) -> Stack:
     """A stack of such blocks."""
-    return replace(
-        stack,
-        block=with_sizes(stack.block, values),
-        layers={i: with_sizes(each, values) for i, each in stack.layers.items()},
-    )
+    layers = {i: with_sizes(each, values) for i, each in stack.layers.items()}
+    return replace(stack, block=with_sizes(stack.block, values), layers=layers)

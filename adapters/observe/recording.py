@@ -147,14 +147,9 @@ class Watch(TorchFunctionMode):
 
     def _add(self, scores: Tensor, pattern: Tensor, products: list[tuple[Tensor, Tensor]], *, fused: bool) -> None:
         running = self.recorder.running
-        query, key = next(
-            (
-                (q, k)
-                for q, k in reversed(products)
-                if q.shape[-2] == scores.shape[-2] and scores.shape[-1] - k.shape[-2] in (0, 1)
-            ),
-            (None, None),
-        )
+        queries, keys = scores.shape[-2:] if scores.ndim > 1 else (0, 0)
+        fitting = [(q, k) for q, k in products if q.shape[-2] == queries and keys - k.shape[-2] in (0, 1)]
+        query, key = fitting[-1] if fitting else (None, None)
         path, time = running[-1].path if running else "", self.recorder.tick()
         self.recording.softmaxes.append(Softmax(time, path, scores, pattern.detach().clone(), query, key, fused))
 
