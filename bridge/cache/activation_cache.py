@@ -59,6 +59,11 @@ def _weights_behind(values: Mapping[str, Any], model: AnalysedModel) -> dict[str
     return {name: written_to(_module_behind(name, model)) for name in there}  # axes "...": in a module of the user's
 
 
+def _alone(value: Tensor) -> Tensor:
+    """A tensor without the rest of a larger one that it shows a part of, which would be pickled as well."""
+    return value.clone() if value.untyped_storage().nbytes() > value.numel() * value.element_size() else value
+
+
 class ActivationCache(ResidualMethods):
     """The activations of one run.
 
@@ -150,7 +155,8 @@ class ActivationCache(ResidualMethods):
         raise AttributeError(f"an {type(self).__name__} has no {name!r}.{hint}")
 
     def __getstate__(self) -> dict[str, Any]:
-        ours = {"_values": self.cache_dict, "_model": None, "_names": self._known(), "_weights": {}}
+        values = {name: _alone(value) for name, value in self.cache_dict.items()}
+        ours = {"_values": values, "_model": None, "_names": self._known(), "_weights": {}}
         return self.__dict__ | ours
 
     def __copy__(self) -> Self:
