@@ -32,7 +32,13 @@ def module_at(model: nn.Module, path: str) -> nn.Module:
     Raises:
         AttributeError: there is none.
     """
-    return model.get_submodule(module_path(path))
+    path, found = module_path(path), model
+    for part in path.split(".") if path else ():
+        child = found._modules.get(part)
+        if child is None:
+            return model.get_submodule(path)  # an attribute leads to it, or it says what is missing
+        found = child
+    return found
 
 
 def join(*parts: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -14,7 +15,7 @@ from adapters.paths import module_at
 from adapters.views import Deferred
 from bridge.analysis.requirements import AnalysedModel, Index, pick, plain
 from bridge.analysis.residual import ResidualMethods
-from bridge.analysis.residual_norms import norm_of
+from bridge.analysis.residual_norms import path_of_norm
 from bridge.hooks.act_names import act_name
 from bridge.hooks.arguments import refuse_wrong_types, shown
 from bridge.hooks.names import suggestion
@@ -47,15 +48,22 @@ _ELSEWHERE = {
 
 def _module_behind(name: str, model: AnalysedModel) -> nn.Module:
     """The module that has the weights: of a scale, its norm."""
-    norm = norm_of(model, name.removesuffix(".hook_scale")) if name.endswith(".hook_scale") else None
-    return norm.module if norm else module_at(model.original_model, model.hook_dict[name].point.site.path)
+    point = model.hook_dict[name].point
+    path = path_of_norm(point) if name.endswith(".hook_scale") else point.site.path
+    return module_at(model.original_model, path)
+
+
+@functools.lru_cache(maxsize=10_000)
+def _read_by_weights(name: str) -> str | None:
+    """The hook point from which an activation is taken through weights; None for others."""
+    base = name.rpartition(".")[0]  # of what is seen in a basis of the user's
+    return next((found for found in (name, base) if found.endswith((*_READ_BY_WEIGHTS, *_ENDS))), None)
 
 
 def _weights_behind(values: Mapping[str, Any], model: AnalysedModel) -> dict[str, Written]:
     """The state of the weights that activations would be taken through, by hook point."""
-    bases = (name.rpartition(".")[0] for name in values)  # of what is seen in a basis of the user's
-    names = [name for name in (*values, *bases, *_ENDS) if name.endswith((*_READ_BY_WEIGHTS, *_ENDS))]
-    there = [name for name in names if name in model.hook_dict and model.hook_dict[name].point.axes != "..."]
+    names, points = dict.fromkeys([*map(_read_by_weights, values), *_ENDS]), model.hook_dict
+    there = [name for name in names if name in points and points[name].point.axes != "..."]
     return {name: written_to(_module_behind(name, model)) for name in there}  # axes "...": in a module of the user's
 
 
