@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from adapters.paths import module_at
+from adapters.points import Point
 from adapters.views import Deferred
 from bridge.analysis.requirements import AnalysedModel, Index, pick, plain
 from bridge.analysis.residual import ResidualMethods
@@ -46,11 +47,9 @@ _ELSEWHERE = {
 }
 
 
-def _module_behind(name: str, model: AnalysedModel) -> nn.Module:
-    """The module that has the weights: of a scale, its norm."""
-    point = model.hook_dict[name].point
-    path = path_of_norm(point) if name.endswith(".hook_scale") else point.site.path
-    return module_at(model.original_model, path)
+def _path_of_weights(name: str, point: Point) -> str:
+    """The path of the module that has the weights: of a scale, its norm."""
+    return path_of_norm(point) if name.endswith(".hook_scale") else point.site.path
 
 
 @functools.lru_cache(maxsize=10_000)
@@ -62,9 +61,11 @@ def _read_by_weights(name: str) -> str | None:
 
 def _weights_behind(values: Mapping[str, Any], model: AnalysedModel) -> dict[str, Written]:
     """The state of the weights that activations would be taken through, by hook point."""
-    names, points = dict.fromkeys([*map(_read_by_weights, values), *_ENDS]), model.hook_dict
-    there = [name for name in names if name in points and points[name].point.axes != "..."]
-    return {name: written_to(_module_behind(name, model)) for name in there}  # axes "...": in a module of the user's
+    hooks, hf_model = model.hook_dict, model.original_model
+    names = dict.fromkeys([*map(_read_by_weights, values), *_ENDS])
+    points = [(name, hooks[name].point) for name in names if name in hooks]
+    there = [(name, point) for name, point in points if point.axes != "..."]  # "...": in a module of the user's
+    return {name: written_to(module_at(hf_model, _path_of_weights(name, point))) for name, point in there}
 
 
 class ActivationCache(ResidualMethods):
@@ -127,7 +128,8 @@ class ActivationCache(ResidualMethods):
             ValueError: its weights have been changed since, others stand there, or PEFT's adapters there were switched.
                 (What is written through ``weight.data`` torch does not count.)
         """
-        module = _module_behind(name, self.model)
+        path = _path_of_weights(name, self.model.hook_dict[name].point)
+        module = module_at(self.model.original_model, path)
         if written_to(module) != self._weights.get(name, written_to(module)):
             raise ValueError(
                 f"the weights at {name} were changed since the run (processed, trained, written to, or adapters "

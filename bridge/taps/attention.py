@@ -266,13 +266,13 @@ class _CallInRun(RunCall):
         """
         listening = [(point, point.visible_listeners()) for point in self.active_points(_INSIDE)]
         for point, mine in listening:
-            if point.sources or any([listener.kind != "read" for listener in mine]):
+            if point.sources or any(listener.kind != "read" for listener in mine):
                 return False
         # With autocast the precision is chosen by the run: it cannot be left to a later time. Keys of more than these
         # queries are a past: they take more room than the scores, and later runs may write into them.
         attention = self._whole(attention)
         given = (*self.call.args, *self.call.kwargs.values())
-        fixed = any([x.is_compileable for x in given if isinstance(x, Cache)])  # its keys are written over
+        fixed = True in [x.is_compileable for x in given if isinstance(x, Cache)]  # its keys are written over
         waits = not (attention.has_past or fixed or autocasts(attention.query.device.type))
         attention, call = attention.kept(), self.call.without_graph()
         scores: Tensor | None = None

@@ -81,8 +81,10 @@ class PatchedFunction:
         self.namespace[self.name] = self._own
 
 
-class calling_instead:  # noqa: N801 - a generator would take longer, in each layer of every run
+class calling_instead:
     """Calls something else in place of the patched functions, inside a ``with`` statement.
+
+    A generator would take longer, in each layer of every run.
 
     Args:
         instead: what is called.

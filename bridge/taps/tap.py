@@ -165,7 +165,7 @@ class Tap(InForwardsPlace):
 
     def _is_heard(self) -> bool:
         """Whether anyone listens to anything here."""
-        return any(self.active_points((channel,)) for channel in self.points)
+        return any(self.active_points((channel,)) for channel in tuple(self.points))  # others may come meanwhile
 
     def _is_opened(self) -> bool:
         visible = CURRENT.get().visible
