@@ -238,7 +238,10 @@ class Architecture:
         Raises:
             KeyError: the layer has no such part.
         """
-        return {named.name: named.step for named in self.stack.block_at(layer).named}[name]
+        for named in self.stack.block_at(layer).named:
+            if named.name == name:
+                return named.step
+        raise KeyError(name)
 
     def steps(self) -> Iterator[Step]:
         """The steps of all blocks of the first stack, each kind of block once."""

@@ -69,7 +69,11 @@ class PerHeadInput(Derived):
         read = norm.forward(entered)
         for _, shift in call.sources[1:]:
             read = read + shift
-        if read.shape == call.input.shape and not torch.equal(read, call.input):
+        if read.shape != call.input.shape:
+            return
+        # What is written back as it was read differs by rounding: by a few last digits of a position's vector.
+        apart, length = (read - call.input).norm(dim=-1), read.norm(dim=-1)
+        if not (apart <= 4 * torch.finfo(read.dtype).eps * length).all():
             raise RuntimeError(
                 "in one run a hook changes the norm before attention (its hook_scale, hook_normalized or hook_out), "
                 "and another gives heads inputs of their own (hook_attn_in, hook_q_input, hook_k_input, hook_v_input), "

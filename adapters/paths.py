@@ -32,13 +32,10 @@ def module_at(model: nn.Module, path: str) -> nn.Module:
     Raises:
         AttributeError: there is none.
     """
-    path, found = module_path(path), model
-    for part in path.split(".") if path else ():
-        child = found._modules.get(part)
-        if child is None:
-            return model.get_submodule(path)  # an attribute leads to it, or it says what is missing
-        found = child
-    return found
+    for part in module_path(path).split(".") if path else ():
+        child = model._modules.get(part)
+        model = model.get_submodule(part) if child is None else child  # which says what is missing
+    return model
 
 
 def join(*parts: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from adapters.architecture import NamedStep, Stack
 from adapters.config import config_of
+from adapters.inputs.arguments import accepted_by
 from adapters.inputs.made import Given, arguments_of, split, with_required_inputs
 from adapters.observe.calls import Calls, ModuleCall
 from adapters.observe.recording import Recorder
@@ -183,6 +184,17 @@ def with_what_it_needs(bridge: Bridge, tokens: Tensor, given: Given | None = Non
     return split(bridge.core, with_required_inputs(bridge.core, tokens, two, given))
 
 
+def few_logits(bridge: Bridge, names: Sequence[str]) -> dict[str, Any]:
+    """Asks for the last position's logits alone, where nobody looks at them and the model can be asked so.
+
+    Args:
+        bridge: the bridge.
+        names: the hook points that are looked at.
+    """
+    looked_at = any(name.startswith("unembed") for name in names)
+    return {} if looked_at or "logits_to_keep" not in accepted_by(bridge.core) else {"logits_to_keep": 1}
+
+
 #: The activations that `randomized_run` replaces by random numbers, by the ends of their names, and their size.
 RANDOMIZED = {
     ".hook_q": 2.0, ".hook_k": 2.0, ".hook_v": 1.0, ".hook_pre": 1.5, ".hook_pre_linear": 1.5, ".hook_gate": 1.5,
@@ -202,10 +214,13 @@ def randomized_run(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> E
     """
     evidence = Evidence(bridge, tokens, more)
     generator = torch.Generator().manual_seed(1)
+    sizes, cap = dict(RANDOMIZED), bridge.cfg.attn_scores_soft_cap
+    if cap > 0:  # scores as large as it is, which show what it does to them
+        sizes[".hook_q"] = sizes[".hook_k"] = 0.8 * max(cap, 6.25) ** 0.5
     names = [name for name, hook in bridge.hook_dict.items() if hook.point.group != "heavy"]
 
     def look(x: Tensor, hook: Hook) -> Tensor | None:
-        size = next((size for end, size in RANDOMIZED.items() if hook.name.endswith(end)), None)
+        size = next((size for end, size in sizes.items() if hook.name.endswith(end)), None)
         if size is None:
             evidence.activations[hook.name] = x.detach().clone()
             return None
@@ -266,7 +281,8 @@ def with_graph(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> Evide
     handles = [model.get_submodule(path).register_forward_pre_hook(cut, with_kwargs=True) for path in plain]
     try:
         with torch.enable_grad(), Recorder(wanted, copies=False, layout=bridge.layout) as recording:
-            bridge.run_with_hooks(tokens, fwd_hooks=[(scores, look)] if scores else [], **more)
+            hooks: list[NamedHook] = [(scores, look)] if scores else []
+            bridge.run_with_hooks(tokens, fwd_hooks=hooks, **more, **few_logits(bridge, scores))
     finally:
         for handle in handles:
             handle.remove()

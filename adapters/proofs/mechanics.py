@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 
@@ -10,14 +11,18 @@ from torch import Tensor
 
 from adapters.inputs.made import arguments_of
 from adapters.linear import bias_of, head_results
+from adapters.observe.calls import Recording
 from adapters.observe.errors import WRONG, one_line
 from adapters.observe.recording import Recorder
 from adapters.offloaded import materialized
 from adapters.paths import call_number, module_at, module_path
-from adapters.proofs.evidence import LayerStep, places_of
+from adapters.proofs.evidence import LayerStep, few_logits, places_of
 from adapters.proofs.protocol import Bridge, Cache, Hook, NamedHook
 from adapters.proofs.report import Check
 from adapters.views import Kwargs, SinkPattern, transformed
+
+_OF_HEADS = re.compile(r"hook_(attn_in|[qkv]_input)$")
+_NORMED = re.compile(r"\bln.*hook_(scale|normalized|out)$")
 
 #: Says of some hook points which do not hold, and why; what it raises is a reason, too.
 Test = Callable[[list[str]], dict[str, str]]
@@ -114,8 +119,9 @@ class Mechanics:
     def logits(self, fwd_hooks: Sequence[NamedHook] = ()) -> Tensor:
         return self.bridge.run_with_hooks(self.tokens, fwd_hooks=list(fwd_hooks), **self.more)
 
-    def cache(self, names: Sequence[str] | None = None) -> Cache:
-        return self.bridge.run_with_cache(self.tokens, names_filter=names, **self.more)[1]
+    def cache(self, names: Sequence[str]) -> Cache:
+        more = self.more | few_logits(self.bridge, names)
+        return self.bridge.run_with_cache(self.tokens, names_filter=names, **more)[1]
 
     def unhooked(self) -> None:
         """Unhooked logits are the model's own."""
@@ -222,11 +228,14 @@ class Mechanics:
 
     def writing_back(self) -> None:
         """Writing back what was read changes nothing."""
-        # Many kinds of hook point at once, in all layers; where that differs, half of them, and so on.
-        kinds = self.kinds()
+        # Many kinds of hook point at once, in all layers; where that differs, half of them, and so on. The inputs of
+        # heads come first and what norms make last: in one run, they are not changed together.
+        kinds = sorted(self.kinds(), key=lambda kind: _NORMED.search(kind[0]) is not None)
+        kinds.sort(key=lambda kind: _OF_HEADS.search(kind[0]) is None)
         failed: dict[str, str] = {}
-        for start in range(0, len(kinds), 18):
-            names = [name for kind in kinds[start : start + 18] for name in kind]
+        some = max(1, min(18, (len(kinds) + 1) // 2))
+        for start in range(0, len(kinds), some):
+            names = [name for kind in kinds[start : start + some] for name in kind]
             failed |= self.failing(names, self.written_back)
         right = f"{len(self.names)} hook points, worst {self.written_by:.1e}"
         self.add_failed("writing back what was read changes nothing", failed, right)
@@ -259,6 +268,25 @@ class Mechanics:
         stream = transformed(step.residual_transform, stream, module_at(self.model, place.path))
         return sum((cache[name] for name in added), stream)
 
+    def with_results(self) -> list[LayerStep]:
+        """The attentions whose heads' results can be seen."""
+        return [place for place in places_of(self.bridge) if f"{place.part}hook_result" in self.names]
+
+    def path_of_output(self, place: LayerStep) -> str:
+        """The output projection of an attention."""
+        return self.bridge.hook_dict[f"{place.part}hook_z"].point.site.path
+
+    @cached_property
+    def attended(self) -> tuple[Cache, Recording]:
+        """What attention makes in a run without edits, and the calls of the output projections."""
+        places = self.with_results()
+        names = [name for name in self.names if name.endswith(("hook_pattern", "hook_attn_scores"))]
+        names += [f"{place.part}{name}" for place in places for name in ("hook_z", "hook_result")]
+        watched = {module_path(path): module_at(self.model, path) for path in map(self.path_of_output, places)}
+        with Recorder(watched.items(), layout=self.bridge.layout) as recording:
+            cache = self.cache([*names, *map(_added, places)])
+        return cache, recording
+
     def pattern_rows(self) -> None:
         """Pattern rows sum to one."""
         patterns = [name for name in self.names if name.endswith("hook_pattern")]
@@ -268,7 +296,7 @@ class Mechanics:
         views = {name: self.bridge.hook_dict[name].view for name in patterns}
         sunk = {name: view.sinks for name, view in views.items() if isinstance(view, SinkPattern)}
         scores = {name: name.replace("hook_pattern", "hook_attn_scores") for name in sunk}
-        cache = self.cache([*patterns, *scores.values()])
+        cache, _ = self.attended
 
         def pairs() -> Iterable[tuple[str, Tensor, Tensor]]:
             for name in patterns:
@@ -285,29 +313,18 @@ class Mechanics:
 
     def z_through_w_o(self) -> None:
         """z through W_O gives attn_out."""
-        places = [place for place in places_of(self.bridge) if f"{place.part}hook_result" in self.names]
-        sites = {place.part: self.bridge.hook_dict[f"{place.part}hook_z"].point.site.path for place in places}
-        ends = {
-            place.part: f"{place.part}hook_out"
-            if place.named.step.post
-            else f"{place.prefix}hook_{place.named.name}_out"
-            for place in places
-        }
-        names = [f"{part}{name}" for part in sites for name in ("hook_z", "hook_result")] + list(ends.values())
-        watched = {module_path(path): module_at(self.model, path) for path in sites.values()}
-        with Recorder(watched.items(), layout=self.bridge.layout) as recording:
-            cache = self.cache(names) if places else {}
+        cache, recording = self.attended
 
         def pairs() -> Iterable[tuple[str, Tensor, Tensor]]:
-            for place in places:
-                at, step, path = place.part, place.named.step, sites[place.part]
+            for place in self.with_results():
+                at, step, path = place.part, place.named.step, self.path_of_output(place)
                 projection, z = module_at(self.model, path), cache[f"{at}hook_z"]
                 bias = bias_of(projection, z.flatten(-2))
                 made = recording.of(module_path(path))[call_number(path) or 0].output
                 made = made.transpose(0, 1) if place.stack.positions_first else made
                 yield f"{at}hook_z", head_results(projection, z).sum(-2) + bias, made
                 bias = bias if step.post else step.added(bias, module_at(self.model, place.path))
-                yield f"{at}hook_result", cache[f"{at}hook_result"].sum(-2) + bias, cache[ends[at]]
+                yield f"{at}hook_result", cache[f"{at}hook_result"].sum(-2) + bias, cache[_added(place)]
 
         self.add_worst("z through W_O gives attn_out", pairs())
 
@@ -373,6 +390,11 @@ class Mechanics:
         left = self.count_hooks() - self.hooks_before
         patched = [n for n, m in self.model.named_modules() if "forward" in m.__dict__ and _is_ours(m.forward)]
         self.add("no torch hook is left behind", not left and not patched, f"{left} hooks, {len(patched)} patches")
+
+
+def _added(place: LayerStep) -> str:
+    """The hook point of what an attention writes, before a norm that follows it."""
+    return f"{place.part}hook_out" if place.named.step.post else f"{place.prefix}hook_{place.named.name}_out"
 
 
 def _is_ours(forward: object) -> bool:

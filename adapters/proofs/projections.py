@@ -64,25 +64,35 @@ def prove_choices(evidence: Evidence, findings: Findings) -> None:
             found = evidence.raw.get(site.path)
             if not found or site.kind != "output" or not isinstance(found[0].output, Tensor):
                 continue
-            chosen = _shows_columns(evidence.bridge.hook_dict[name].point.view, found[0], found[0].output)
-            findings.holds(CLAIM, name, chosen, "its view shows something that is no choice of columns")
+            wrong = _why_no_choice(evidence.bridge.hook_dict[name].point.view, found[0], found[0].output)
+            findings.holds(CLAIM, name, not wrong, wrong)
 
 
-def _shows_columns(view: View, call: ModuleCall, output: Tensor) -> bool:
-    """Whether a view of an output shows some of its columns as they are, each once."""
+def _why_no_choice(view: View, call: ModuleCall, output: Tensor) -> str:
+    """Why a view of an output does not show some of its columns as they are, each once, in order; "" where it does."""
     view = view.heads if isinstance(view, Biased) else view
     numbers = torch.arange(output.shape[-1], device=output.device).expand(output.shape).contiguous()
     first: list[Tensor] = []
     for x in (numbers, output):
         shown = view.get(x, Call(call.module, call.args, call.kwargs))
-        first.append((shown[0, 0] if shown.ndim == 4 else shown.flatten(0, -2)[0]).flatten())
+        first.append(shown[0, 0] if shown.ndim == 4 else shown.flatten(0, -2)[0])
     columns, values = first
     there = not columns.is_floating_point() and bool(((columns >= 0) & (columns < output.shape[-1])).all())
-    return (
-        there
-        and len(columns.unique()) == len(columns)
-        and torch.equal(output.flatten(0, -2)[0][columns.long()], values)
-    )
+    once = there and len(columns.unique()) == columns.numel()
+    if not (once and torch.equal(output.flatten(0, -2)[0][columns.long()], values)):
+        return "its view shows something that is no choice of columns"
+    return "" if _in_order(columns) else _DISORDER
+
+
+def _in_order(columns: Tensor) -> bool:
+    """Whether each head's columns are in the order in which the projection makes them, which is HookedTransformer's.
+
+    Scores do not tell: where nothing rotates, other orders that queries and keys share give the same ones.
+    """
+    return bool((columns.diff(dim=-1) > 0).all())
+
+
+_DISORDER = "the columns of a head are not in the order in which the projection makes them"
 
 
 def _before_norm(evidence: Evidence, place: LayerStep, z: Tensor) -> Tensor:
@@ -182,6 +192,8 @@ class _Columns:
         if wrong:
             head = wrong[0]
             seen = f"head {head} is reached from {_columns(found[head])}, and shows {_columns(expected[head])}"
+        elif not _in_order(declared):
+            wrong, seen = [0], _DISORDER
         self.findings.holds(CLAIM, at, not wrong, seen)
 
     def declared(self, letter: str, call: ModuleCall, output: Tensor) -> Tensor | None:

@@ -17,7 +17,7 @@ from adapters.proofs.evidence import Evidence, LayerStep
 from adapters.proofs.projections import clipped, normed, prove_latents
 from adapters.proofs.protocol import NamedHook
 from adapters.proofs.report import Findings
-from adapters.proofs.rotation import prove_rotation, relative_buckets
+from adapters.proofs.rotation import prove_rotation, relative_buckets, telling_distance
 from adapters.views import Affine, AlibiScores
 
 SCORES = "scores are queries times keys, with the declared norms, rotation, scale, cap and bias"
@@ -25,6 +25,8 @@ PATTERN = "the pattern is the softmax of the scores, less what declared sinks ta
 VALUES = "pattern @ v = z"
 MASK = "attention goes where the declared direction and window allow it"
 
+#: A soft cap is told apart from one that is so many times as large.
+_NEXT = 1.005
 #: Of queries, or of keys: they may differ in everything but the batch.
 Heads = Float[Tensor, "_batch _pos _head _d_head"]
 
@@ -227,9 +229,12 @@ class _Attention:
             scale *= self.place.layer + 1
         made, size = made / scale, size / scale
         if cfg.attn_scores_soft_cap > 0:
-            cap = cfg.attn_scores_soft_cap
+            cap, uncapped = cfg.attn_scores_soft_cap, made
             made = cap * (made / cap).tanh()
             size = min(size, cap)
+            other = cap * _NEXT * (uncapped / (cap * _NEXT)).tanh()
+            if float((other - made).abs().max()) <= 10 * self.findings.tolerance * size:
+                self.findings.inconclusive(SCORES, f"{cap} from a soft cap that differs by 0.5 %, as scores are small")
         seen = scores.isfinite() & self._sees_something(scores)
         if self.part.score_bias_modules is not None:
             if not self.padded:
@@ -333,6 +338,9 @@ class _Attention:
         distance = torch.arange(keys)[None] - torch.arange(queries)[:, None]
         causal = bool(there.tril().equal(there))
         number = relative_buckets(distance, buckets, most, both=not causal).to(table.device)
+        for other in (most - 1, most + 1):
+            if telling_distance(buckets, most, other, both=not causal) >= max(queries, keys):
+                self.findings.inconclusive(SCORES, f"{place.stack.name}: {most} from {other} as the largest distance")
         expected = table[number].permute(2, 0, 1).to(bias)
         # Scores hold their bias to within their own rounding.
         self.findings.holds(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -223,12 +221,14 @@ def _why_unknown(architecture: Architecture) -> str:
     return architecture.readout.unknown if final is None else ""
 
 
-@contextmanager
-def gradients_of(x: Tensor) -> Iterator[None]:
+def gradients_of(x: Tensor) -> torch.set_grad_enabled:
     """Records gradients only where the activation has some: a recorded run's results do not hang on the weights.
 
     Args:
         x: the activation.
+
+    Returns:
+        What a ``with`` statement takes.
 
     Example:
         >>> import torch
@@ -237,5 +237,4 @@ def gradients_of(x: Tensor) -> Iterator[None]:
         ...     (torch.ones(2, requires_grad=True) * 2).requires_grad
         False
     """
-    with torch.set_grad_enabled(torch.is_grad_enabled() and x.requires_grad):
-        yield
+    return torch.set_grad_enabled(torch.is_grad_enabled() and x.requires_grad)

@@ -129,8 +129,8 @@ class ActivationCache(ResidualMethods):
                 (What is written through ``weight.data`` torch does not count.)
         """
         path = _path_of_weights(name, self.model.hook_dict[name].point)
-        module = module_at(self.model.original_model, path)
-        if written_to(module) != self._weights.get(name, written_to(module)):
+        module, then = module_at(self.model.original_model, path), self._weights.get(name)
+        if then is not None and written_to(module) != then:
             raise ValueError(
                 f"the weights at {name} were changed since the run (processed, trained, written to, or adapters "
                 "switched): what they made then of terms, heads, neurons or logits cannot be computed any more. Take "
@@ -201,10 +201,12 @@ class ActivationCache(ResidualMethods):
         return iter(self._values)
 
     def __contains__(self, key: object) -> bool:
+        if type(key) is str and (key in self._values or (self._model is not None and key in self._model.hook_dict)):
+            return key in self._values  # most names are canonical
         return isinstance(key, str | tuple) and self._canonical(key) in self._values
 
     def __getitem__(self, key: str | tuple[Any, ...]) -> Tensor:
-        name = self._canonical(key)
+        name = key if type(key) is str and key in self._values else self._canonical(key)
         found = self._values.get(name)
         if isinstance(found, Deferred):
             found = self._values[name] = found.value(name)
