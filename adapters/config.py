@@ -136,6 +136,8 @@ class ModelConfig(LoadedModelFields):
     def _ties_now(self, core: nn.Module) -> bool:
         """Whether one tensor is embedding and unembedding; of models with several embeddings, what they say."""
         config = config_of(core)
+        if not self._vocabularies[0]:  # it reads no tokens
+            return False
         if config.is_encoder_decoder or not all(has_module(core, path) for path in self._vocabularies if path):
             return _ties(config, core)
         both = [getattr(core.get_submodule(path), "weight", None) for path in self._vocabularies if path]
@@ -268,7 +270,7 @@ def model_config(architecture: Architecture, model: nn.Module, root: nn.Module) 
         "final_rms": stack.final_norm is not None and not stack.final_norm.kind.centered,
         "post_embedding_ln": architecture.embedding.norm is not None and architecture.embedding.norm_of_sum is None,
         "output_logits_soft_cap": architecture.readout.soft_cap or -1.0,
-        "tie_word_embeddings": _ties(hf),
+        "tie_word_embeddings": bool(embed) and _ties(hf),
         "default_prepend_bos": True,
         **_of_the_steps(architecture, layers),
     }

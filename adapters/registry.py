@@ -16,6 +16,7 @@ from adapters.architecture import Architecture
 from adapters.config import config_of
 from adapters.families import CLASSES
 from adapters.imports.versions import older_than_declared
+from adapters.paths import base_path, has_module, join
 
 #: From a Hugging Face configuration to what its models are made of.
 Declare = Callable[[PreTrainedConfig], Architecture]
@@ -174,11 +175,17 @@ def declaration_for(model: nn.Module) -> Architecture:
         model: a Hugging Face model.
 
     Raises:
-        UnsupportedModelError: no class among its bases has an adapter.
+        UnsupportedModelError: no class among its bases has an adapter, or it lacks the tokens that this is for.
     """
     for cls, declare in declaring(type(model)):
         _check_version(cls.__name__, declare)
-        return declare(config_of(model))
+        declared = declare(config_of(model))
+        tokens = join(base_path(model), declared.token_embeddings) if declared.token_embeddings else ""
+        if _is_ours(declare) and not has_module(model, tokens):
+            raise UndeclaredOptionError(
+                f"{type(model).__name__} has no {tokens}, and the adapter of {cls.__name__} is for models with one"
+            )
+        return declared
     name = type(model).__name__
     if isinstance(inner := getattr(model, "module", None), PreTrainedModel):
         raise UnsupportedModelError(

@@ -17,7 +17,7 @@ from adapters.layout import Layout, SpreadModelError
 from adapters.observe.calls import BorderTensor, ModuleCall, Recording, Softmax, elements_of, mark
 from adapters.observe.errors import WRONG, NotFound, one_line
 from adapters.observe.functions import CHOICES, FLAT_PRODUCT, PRODUCTS, SOFTMAXES
-from adapters.observe.softmaxes import SoftmaxByHand
+from adapters.observe.softmaxes import SoftmaxByHand, may_be_step
 from adapters.paths import token_embedding
 from adapters.points import Site
 from adapters.views.given import place_of_input
@@ -121,7 +121,7 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
             return self._attention(KernelArguments(*args, **kwargs))
-        if self._by_hand.takes(func, args):
+        if may_be_step(func, args):
             return self._by_hand.step(func, args, kwargs, lambda scores: scores, self._ended)
         if func in PRODUCTS and len(args) == 2 and all(isinstance(x, Tensor) and x.ndim == 4 for x in args):
             self.products.append((args[0], args[1].transpose(-1, -2)))

@@ -28,6 +28,10 @@ _LEAST = {
     "n_layers": 0, "d_model": 1, "n_ctx": 1, "d_vocab": 0, "d_vocab_out": 0, "n_heads": 1, "d_head": 1,
     "n_key_value_heads": 1, "d_mlp": 1, "rotary_dim": 2, "window_size": 1, "num_experts": 1, "experts_per_token": 1,
 }  # fmt: skip
+_NUMBERS = (
+    "eps", "attn_scale", "rotary_base", "initializer_range", "attn_scores_soft_cap", "output_logits_soft_cap",
+    "NTK_by_parts_low_freq_factor", "NTK_by_parts_high_freq_factor", "NTK_by_parts_factor", "NTK_original_ctx_len",
+)  # fmt: skip
 _FLAGS = (
     "attn_only", "gated_mlp", "parallel_attn_mlp", "final_rms", "use_attn_scale", "scale_attn_by_inverse_layer_idx",
     "use_local_attn", "use_qk_norm", "use_normalization_before_and_after", "use_NTK_by_parts_rope",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adapters.architecture import Stack
 from adapters.norms import Norm, normalized
-from adapters.paths import has_module, is_inside
+from adapters.paths import core_path, has_module, is_inside
 from adapters.proofs.ends.embeddings import ENDS, zeroed
 from adapters.proofs.evidence import Evidence, like
 from adapters.proofs.report import Findings
@@ -78,6 +78,10 @@ def _unembedded(evidence: Evidence, findings: Findings, stream: Tensor | None) -
         return  # one vector of each image, which its norm puts out
     last = unembed.input if unembed else evidence.made(evidence.base)
     stream = None if stream is None else mean_at(readout.pooled, stream)
+    if not readout.path and evidence.base == core_path(evidence.bridge.original_model) and last is not None:
+        if stream is None or last.shape != stream.shape:  # it has no base model whose output is the last stream
+            findings.inconclusive(ENDS, "what the model makes of the last stream, of which nothing is declared")
+            return
     if last is None or stream is None or last.shape != stream.shape:
         findings.holds(ENDS, "unembed", False, "what it reads is not what the final norm makes")
         return

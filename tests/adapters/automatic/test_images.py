@@ -221,7 +221,9 @@ def test_what_is_for_text_is_refused() -> None:
         bridge(images, return_type="loss")
 
 
-@pytest.mark.parametrize("name", ["HubertModel", "Wav2Vec2ForCTC", "ASTForAudioClassification"])
+@pytest.mark.parametrize(
+    "name", ["HubertModel", "Wav2Vec2ForCTC", "ASTForAudioClassification", "WhisperForAudioClassification"]
+)
 def test_encoders_of_sound(name: str) -> None:
     model, bridge, sound = made(name)
     report = verify(bridge)
