@@ -27,10 +27,10 @@ class NormKind:
         offset: what is added to the weight (1 for Gemma, whose weight is stored as its difference from one). None: it
             is a function that the model calls, without a module, a weight or a bias; `eps` says its epsilon.
         eps: its epsilon, where its module does not keep it (None: the module does).
-        gated: the module inside that is the norm, and the one whose sigmoid, of what it makes of the norm's output,
-            that is multiplied with (A.X K2): what is read is the product. None: there is no gate.
-        each: the list of modules inside, of which each head has one (StableLM 2); `eps` says their epsilon. None: all
-            heads have the same, or a row of its weight each.
+        inside: what computes, where that is not the module itself: the norm, and what makes a gate, by the sigmoid of
+            which, made of the norm's output, that is multiplied (A.X K2), so that what is read is the product; or the
+            list of norms of which each head has one (StableLM 2), whose epsilon `eps` says. None: the module itself,
+            the same for all heads, or with a row of its weight for each.
 
     Raises:
         ValueError: a layer norm has a gate; or a function has no epsilon.
@@ -39,24 +39,28 @@ class NormKind:
     computes: Literal["layer", "rms", "nothing", "unknown"]
     offset: float | None = 0.0
     eps: float | None = None
-    gated: tuple[str, str] | None = None
-    each: str | None = None
+    inside: tuple[str, str] | str | None = None
 
     def __post_init__(self) -> None:
-        if self.gated and self.centered:
-            raise ValueError(f"gated={self.gated!r}: an RMS norm may have a gate, a layer norm has none")
+        if self.gate and self.centered:
+            raise ValueError(f"inside={self.inside!r}: an RMS norm may have a gate, a layer norm has none")
         if self.function and self.eps is None:
             raise ValueError("offset=None and eps=None: no module says the epsilon of a norm that is a function")
 
     @property
     def inner(self) -> str:
         """The module inside that is the norm; "": it is the module itself."""
-        return self.gated[0] if self.gated else ""
+        return self.inside[0] if isinstance(self.inside, tuple) else ""
 
     @property
     def gate(self) -> str:
         """The module inside that makes the gate; "" without one."""
-        return self.gated[1] if self.gated else ""
+        return self.inside[1] if isinstance(self.inside, tuple) else ""
+
+    @property
+    def of_each(self) -> str:
+        """The list of norms inside, of which each head has one; "": all have the same."""
+        return self.inside if isinstance(self.inside, str) else ""
 
     @property
     def centered(self) -> bool:
@@ -112,11 +116,11 @@ class NormKind:
 
     def parts(self, module: nn.Module) -> list[nn.Module]:
         """The norms of the heads, or the one norm."""
-        return [self.normalizer(module)] if self.each is None else list(module.get_submodule(self.each).children())
+        return list(module.get_submodule(self.of_each).children()) if self.of_each else [self.normalizer(module)]
 
     def _parameter(self, module: nn.Module, name: str) -> Tensor | None:
         held: list[Tensor | None] = [materialized(part, name) for part in self.parts(module)]
-        if self.each is None:
+        if not self.of_each:
             return held[0]
         return torch.stack([x for x in held if x is not None])[:, None] if held[0] is not None else None
 

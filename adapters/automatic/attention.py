@@ -300,8 +300,7 @@ class FoundAttention:
             norms_over=over.pop() if over else "heads",
             core="" if core == owner else relative(core, owner),
             cross=self.cross,
-            clip=self.clip,
-            clips_normed=self.clips_normed,
+            clamp=None if self.clip is None else (self.clip, "normed" if self.clips_normed else "made"),
             config_values={"n_heads": self.n_heads, "n_key_value_heads": len(self.found["k"][1])},
         )
         if len(self.found["v"][1]) != len(self.found["k"][1]):
@@ -319,9 +318,8 @@ class FoundAttention:
             entered = self.found[letter][0].entered
             assert entered is not None
             made = [c for c in self.sources if c.left[0].mark == entered.mark and c.end < self.found[letter][0].start]
-            given = self.owner.entered is not None and entered.mark == self.owner.entered.mark
             pre = self.part.pre is not None and bool(made) and made[-1].path == self.part.pre.path
-            if given or pre:
+            if self.owner.reads(entered.mark) or pre:
                 found.add(None)
             else:
                 found.add(relative(made[-1].path, self.owner.path) if made else "")

@@ -19,6 +19,7 @@ from adapters.config import config_of, first, rotary_values
 from adapters.feed_forward import MLP
 from adapters.imports.versions import rotation_of
 from adapters.observe.calls import ModuleCall, Recording
+from adapters.observe.gradients import gradient_of
 from adapters.paths import token_embedding
 from adapters.views import AlibiScores
 
@@ -121,6 +122,8 @@ class Facts:
         values: dict[str, object] = {"d_model": found.d_model, "d_mlp": None, "act_fn": None}
         values |= {"n_heads": 0, "n_key_value_heads": None, "d_head": 0, "attn_scale": None}
         values |= {name: counts.most_common(1)[0][0] for name, counts in self.counts.items()}
+        if "attention_dir" not in values and _looks_ahead(found):
+            values["attention_dir"] = "bidirectional"
         if values.get("positional_embedding_type") == "rotary":
             dims = [dim for dim in self.counts.get("rotary_dim", {}) if isinstance(dim, int)]
             said = self._rotary_values()
@@ -179,6 +182,14 @@ class Facts:
         return {}
 
 
+def _looks_ahead(found: FoundStack) -> bool:
+    """Whether the first token's last stream is made of later ones: of blocks in which no attention was found."""
+    last = found.outputs[-1].live
+    first = last[0] if found.positions_first else last[:, 0]
+    gradient = gradient_of(first.pow(2).sum(), found.stream.live)
+    return gradient is not None and bool((gradient[1:] if found.positions_first else gradient[:, 1:]).any())
+
+
 def all_rotated(blocks: list[Block]) -> list[Block]:
     """Where some layers rotate queries and keys, the others show them as they are, if they meet as in those."""
     parts = [part for block in blocks for part in block.attentions]
@@ -209,25 +220,14 @@ def with_sizes(block: Block, values: Mapping[str, object]) -> Block:
             return replace(part, up=sized(part.up, values["d_mlp"]))
         if not isinstance(part, Attention):
             return part
-        return replace(
-            part,
-            q=sized(part.q, d_head),
-            k=sized(part.k, d_head),
-            v=sized(part.v, d_head),
-            config_values={
-                name: value
-                for name, value in part.config_values.items()
-                if value is not None and value != usual.get(name)
-            },
-        )
+        q, k, v = (sized(each, d_head) for each in part.projections.values())
+        others = {name: x for name, x in part.config_values.items() if x is not None and x != usual.get(name)}
+        return replace(part, q=q, k=k, v=v, config_values=others)
 
     return replace(block, steps=tuple(replace(step, part=own(step.part)) for step in block.steps))
 
 
 def all_sized(stack: Stack, values: Mapping[str, object]) -> Stack:
     """A stack of such blocks."""
-    return replace(
-        stack,
-        block=with_sizes(stack.block, values),
-        layers={i: with_sizes(each, values) for i, each in stack.layers.items()},
-    )
+    layers = {i: with_sizes(each, values) for i, each in stack.layers.items()}
+    return replace(stack, block=with_sizes(stack.block, values), layers=layers)

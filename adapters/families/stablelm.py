@@ -9,14 +9,12 @@ from transformers import PreTrainedConfig
 from adapters.architecture import Architecture
 from adapters.families.shapes.llama import ATTENTION, llama_like, normed
 from adapters.norms import LAYER_NORM, NormKind
-from adapters.registry import register
 
 
-@register("StableLmPreTrainedModel")
 def stablelm(config: PreTrainedConfig) -> Architecture:
     attn = ATTENTION
     if config.qk_layernorm:
-        kind = NormKind("layer", eps=config.layer_norm_eps, each="norms")
+        kind = NormKind("layer", eps=config.layer_norm_eps, inside="norms")
         attn = replace(normed(ATTENTION, "q_layernorm", "k_layernorm", kind), norms_over="heads first")
     parallel = config.use_parallel_residual
     pre = ("input_layernorm", "input_layernorm" if parallel else "post_attention_layernorm")

@@ -53,11 +53,10 @@ def _declared(evidence: Evidence) -> Iterator[tuple[str, Norm]]:
             yield evidence.from_model(head.norm.path), head.norm
     for place in evidence.places():
         step = place.named.step
-        if (norm := place.stack.block_at(place.layer).norm) and place.named is place.stack.block_at(place.layer).named[
-            0
-        ]:
-            yield join(place.path, norm.path), norm
-        yield from ((join(place.path, n.path), n) for n in (step.pre, step.post, step.stream_norm) if n)
+        block = place.stack.block_at(place.layer)
+        if block.norm and place.named is block.named[0]:
+            yield join(place.path, block.norm.path), block.norm
+        yield from ((join(place.path, n.path), n) for n in step.norms)
         if isinstance(step.part, Attention):
             yield from ((join(place.module, n.path), n) for n in step.part.qk_norms)
         elif isinstance(step.part, MLP) and step.part.ln:
@@ -89,11 +88,12 @@ def _norm(evidence: Evidence, findings: Findings, name: str, hook: Hook, view: N
         by = gate.result if by is None else by
         findings.equal(CLAIM, f"{name}.hook_out", call.result, inner.result * by.sigmoid())
         call = inner
-    if view.kind.each is not None and call.result is not None:
+    assert call.input is not None
+    if view.kind.of_each and call.result is not None:
         around = view.centered(call.input) / view.scale(Call(call.module, (call.input,), {}))
         made = apply_weight_and_bias(view.kind, call.module, around, call.result.dtype)
         findings.equal(CLAIM, f"{name}.(each head's)", call.result, made)
-    for module in view.kind.parts(call.module) if view.kind.each is not None else (call.module,):
+    for module in view.kind.parts(call.module) if view.kind.of_each else (call.module,):
         _computes(findings, name, path, view, outer, module, call.input)
 
 

@@ -197,7 +197,7 @@ class HookMethods(WrappedModel, AddsHooks):
             if self.hook_dict.get(names.name) is not names:
                 raise ValueError(f"{names!r} belongs to another bridge")
             return [names]
-        return self.names.select(names, lambda hook: bool(hook.point.flag and getattr(self.cfg, hook.point.flag)))
+        return self.names.select(names, lambda flag: bool(getattr(self.cfg, flag)))
 
     def get_hook_point(self, hook_name: str) -> HookPoint:
         """The hook point of a name or an alias.

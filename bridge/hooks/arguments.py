@@ -158,6 +158,8 @@ def _fits(value: object, part: Any) -> bool:
         return value.ndim > 0 and issubclass(Tensor, origin)
     if hasattr(value, "__array__") and inspect.isclass(origin):
         return isinstance(value, origin) or issubclass(list, origin)
+    if origin is dict and typing.get_args(part) == (str, Any):  # asked in every run with a cache
+        return isinstance(value, dict) and isinstance(next(iter(value), ""), str)
     from beartype import BeartypeConf  # imported by what needs it: few calls do
     from beartype.door import is_bearable
 

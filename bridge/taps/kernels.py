@@ -99,9 +99,10 @@ class KernelTap:
 
     def uninstall(self) -> None:
         """Lets go of it."""
-        with LOCK:
-            self._kernel = None
-            self._uninstall()
+        if self._kernel is not None:
+            with LOCK:
+                self._kernel = None
+                self._uninstall()
 
 
 def watched_kernel(module: nn.Module, watch: TorchFunctionMode, before: BeforeKernel) -> AbstractContextManager[None]:
