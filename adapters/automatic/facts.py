@@ -69,11 +69,13 @@ class Facts:
         biased = measured.scale(found, biased=True) if scale is None and alibi is None else None
         scaled_elsewhere = measured.scale_elsewhere(found) if not (scale or alibi or declared.rotary) else None
         said = scale or alibi or biased or scaled_elsewhere
+        cap = getattr(config_of(self.model).get_text_config(), "attn_logit_softcapping", None)
+        capped = measured.cap_that_is_not_said(found) if said is None and not cap else None
+        said = said if capped is None else capped[0]
         self.add("attn_scale", said)
         own["attn_scale"] = said
         self.add("attention_dir", "causal" if found.is_causal else "bidirectional")
-        cap = getattr(config_of(self.model).get_text_config(), "attn_logit_softcapping", None)
-        self.add("attn_scores_soft_cap", measured.soft_cap(found, cap))
+        self.add("attn_scores_soft_cap", measured.soft_cap(found, cap) if capped is None else capped[1])
         self.windows.append(measured.window(found))
         if declared.rotary:
             self.add("positional_embedding_type", "rotary")

@@ -30,9 +30,7 @@ class Edits:
         step: told what was tried, and at how many points.
     """
 
-    def __init__(
-        self, bridge: Bridge, few: Given, whole: Given, alone: bool, step: Callable[[str, int], None]
-    ) -> None:
+    def __init__(self, bridge: Bridge, few: Given, whole: Given, alone: bool, step: Callable[[str, int], None]) -> None:
         self.bridge, self._few, self._whole, self._alone, self._step = bridge, few, whole, alone, step
 
     def without_effect(self, names: list[str]) -> dict[str, str]:
