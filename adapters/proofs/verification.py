@@ -167,16 +167,15 @@ def _proofs_on(subject: Bridge, level: str, inputs: Given | None, *, half: bool)
         findings.attempt(claim, partial(prove, evidence, findings))
     declared = level == "declared"
     findings.attempt(WEIGHTS, lambda: prove_weights(evidence, findings, of_each_kind=declared))
-    few_tokens = declared and not subject.cfg.num_experts
-    ran = Evidence(subject, *some_tokens(subject, 1, 5, 1, inputs)) if few_tokens else evidence
+    one_row = lambda: Evidence(subject, *some_tokens(subject, 1, 5 if declared else pos, 1, inputs))
+    ran = evidence if subject.cfg.num_experts else one_row()
     findings.attempt(LEFT_OUT, lambda: prove_coverage(ran, findings))
     if level == "full":
         if not tokens.is_floating_point():  # what is padding among images and sound is the model's own business
-            padded = more | _padded(tokens)
-            if why := _why_no_padding(subject, tokens, padded):
-                findings.inconclusive(PATTERN, f"padding: {why}")
+            if may_take(subject.core, "attention_mask"):
+                _prove_padded(subject, *some_tokens(subject, 2, pos, 1, inputs), findings)
             else:
-                findings.attempt(PATTERN, lambda: prove_attention(randomized_run(subject, tokens, padded), findings))
+                findings.inconclusive(PATTERN, "padding: it takes no attention_mask")
         tokens, more = some_tokens(subject, rows, pos, 1, inputs)
         findings.attempt(COLUMNS, lambda: prove_projections(with_graph(subject, tokens, more), findings))
     else:
@@ -191,10 +190,22 @@ def _padded(tokens: Tensor) -> dict[str, Tensor]:
     return {"attention_mask": mask}
 
 
+def _prove_padded(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor], findings: Findings) -> None:
+    """Proves attention where the first row begins with padding, if the model can be told so."""
+    padded = more | _padded(tokens)
+    try:
+        evidence = randomized_run(bridge, tokens, padded)
+    except WRONG as error:
+        if why := _why_no_padding(bridge, tokens, padded):  # a run of its own, for few models
+            findings.inconclusive(PATTERN, f"padding: {why}")
+        else:
+            findings.holds(PATTERN, "a run with padding", False, one_line(error))
+        return
+    findings.attempt(PATTERN, lambda: prove_attention(evidence, findings))
+
+
 def _why_no_padding(bridge: Bridge, tokens: Tensor, padded: dict[str, Tensor]) -> str:
     """Why a model cannot be told what is padding, by a mask of two axes; "" where it can."""
-    if not may_take(bridge.core, "attention_mask"):
-        return "it takes no attention_mask"
     try:
         bridge.run_with_hooks(tokens, fwd_hooks=[], **padded)
     except WRONG as error:

@@ -11,12 +11,10 @@ from tests.other_classes.parts import (
     D_HEAD,
     D_MLP,
     D_MODEL,
-    D_VOCAB,
     N_HEADS,
     N_LAYERS,
     Attention,
     CausalModel,
-    Config,
     Decoder,
     DecoderLayer,
     GatedMLP,
@@ -25,7 +23,6 @@ from tests.other_classes.parts import (
     causal,
     gated,
     mixed,
-    repeated,
     rotated,
 )
 from tests.other_classes.shown import at, outside
