@@ -59,7 +59,7 @@ _WHISPER = {
 
 
 def test_part_of_a_class_with_an_adapter() -> None:
-    """A part of Whisper's lacks the tokens that its adapter is for; its decoder alone is given what it does not take."""
+    """A part of Whisper lacks its adapter's tokens; its decoder alone is given what it does not take."""
     whole = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**_WHISPER)).eval()
     with pytest.raises(UnsupportedModelError, match=r"WhisperEncoder has no decoder\.embed_tokens"):
         TransformerBridge(whole.get_encoder(), automatic=False)
