@@ -208,8 +208,8 @@ class Attention:
         cross: keys and values are made from an encoder's output.
         z_transform: what stands between ``pattern @ v`` and `hook_z`: a `Gate`, a `SinkGate`, an `AddedOutput`, a
             `Norm`, or an `Affine` with a factor.
-        clip: queries, keys and values are clamped to this behind their projections, which the hook points stand on.
-        clips_normed: queries and keys are so behind their norms, and not before.
+        clamp: the bound that queries, keys and values are clamped to, and where: behind their projections (``made``),
+            which the hook points stand on, or queries and keys behind their norms (``normed``).
         score_bias_modules: something that queries alone, keys alone, or places alone make is added to the product of
             queries and keys (relative positions, as in DeBERTa and MPNet): the modules inside that make it, relative to
             the attention module; none, where others do. None: nothing is added, but for a `position_bias` or ALiBi.
@@ -232,8 +232,7 @@ class Attention:
     core: str = ""
     cross: bool = False
     z_transform: ZTransform | None = None
-    clip: float | None = None
-    clips_normed: bool = False
+    clamp: tuple[float, Literal["made", "normed"]] | None = None
     score_bias_modules: tuple[str, ...] | None = None
     auxiliary_modules: tuple[tuple[str, str], ...] = ()
     config_values: Mapping[str, object] = field(default_factory=dict, hash=False)
@@ -247,6 +246,16 @@ class Attention:
     def qk_norms(self) -> tuple[Norm, ...]:
         """The norms of queries and keys."""
         return tuple(each.norm for each in (self.q, self.k) if each.norm)
+
+    @property
+    def clip(self) -> float | None:
+        """The bound of its clamp."""
+        return self.clamp and self.clamp[0]
+
+    @property
+    def clips_normed(self) -> bool:
+        """Queries and keys are clamped behind their norms, and not before."""
+        return self.clamp is not None and self.clamp[1] == "normed"
 
     @property
     def submodules(self) -> dict[str, str]:

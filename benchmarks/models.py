@@ -365,8 +365,8 @@ def summary(found: list[Row]) -> str:
     stream = sum(each.offered != "–" for each in found)
     how = Counter(each.how for each in found)
     return (
-        f"Of {len(found)} types, {full} are fully offered and proved in three configurations, {parts} at least with the "
-        f"stream and its parts, {stream} at least with the stream; {how['declared']} have an adapter, for "
+        f"Of {len(found)} types, {full} are fully offered and proved in three configurations, {parts} at least with "
+        f"the stream and its parts, {stream} at least with the stream; {how['declared']} have an adapter, for "
         f"{how['inferred']} one is inferred."
     )
 

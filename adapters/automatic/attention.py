@@ -300,8 +300,7 @@ class FoundAttention:
             norms_over=over.pop() if over else "heads",
             core="" if core == owner else relative(core, owner),
             cross=self.cross,
-            clip=self.clip,
-            clips_normed=self.clips_normed,
+            clamp=None if self.clip is None else (self.clip, "normed" if self.clips_normed else "made"),
             config_values={"n_heads": self.n_heads, "n_key_value_heads": len(self.found["k"][1])},
         )
         if len(self.found["v"][1]) != len(self.found["k"][1]):

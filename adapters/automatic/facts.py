@@ -19,6 +19,7 @@ from adapters.config import config_of, first, rotary_values
 from adapters.feed_forward import MLP
 from adapters.imports.versions import rotation_of
 from adapters.observe.calls import ModuleCall, Recording
+from adapters.observe.gradients import gradient_of
 from adapters.paths import token_embedding
 from adapters.views import AlibiScores
 
@@ -123,6 +124,8 @@ class Facts:
         values: dict[str, object] = {"d_model": found.d_model, "d_mlp": None, "act_fn": None}
         values |= {"n_heads": 0, "n_key_value_heads": None, "d_head": 0, "attn_scale": None}
         values |= {name: counts.most_common(1)[0][0] for name, counts in self.counts.items()}
+        if "attention_dir" not in values and _looks_ahead(found):
+            values["attention_dir"] = "bidirectional"
         if values.get("positional_embedding_type") == "rotary":
             dims = [dim for dim in self.counts.get("rotary_dim", {}) if isinstance(dim, int)]
             said = self._rotary_values()
@@ -179,6 +182,14 @@ class Facts:
         if "rope_theta" in parameters or (kinds and "rope_theta" in parameters.get("full_attention", {})):
             return rotary_values(config)
         return {}
+
+
+def _looks_ahead(found: FoundStack) -> bool:
+    """Whether the first token's last stream is made of later ones: of blocks in which no attention was found."""
+    last = found.outputs[-1].live
+    first = last[0] if found.positions_first else last[:, 0]
+    gradient = gradient_of(first.pow(2).sum(), found.stream.live)
+    return gradient is not None and bool((gradient[1:] if found.positions_first else gradient[:, 1:]).any())
 
 
 def all_rotated(blocks: list[Block]) -> list[Block]:

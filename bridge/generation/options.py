@@ -54,7 +54,7 @@ class GenerationOptions:
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> GenerationOptions:
         """From keyword arguments, of which those that are none of ours are `more`."""
-        ours = _hints(cls)
+        ours = _hints()
         known = {name: value for name, value in arguments.items() if name in ours}
         check_types("generate", known, ours)
         if known.get("max_new_tokens", 1) < 1:
@@ -63,9 +63,9 @@ class GenerationOptions:
 
 
 @functools.cache
-def _hints(options: type[GenerationOptions]) -> dict[str, Any]:
+def _hints() -> dict[str, Any]:
     """What annotations say of each argument but `more`."""
-    return {name: hint for name, hint in typing.get_type_hints(options).items() if name != "more"}
+    return {name: hint for name, hint in typing.get_type_hints(GenerationOptions).items() if name != "more"}
 
 
 def check_generates(bridge: Generates) -> None:
@@ -191,7 +191,7 @@ def _check_known(bridge: Generates, more: Arguments) -> None:
         if name not in known and name in TAKEN_BY:
             raise TypeError(f"{name!r} is no argument of generate: {TAKEN_BY[name]}")
         if name not in known:
-            ours = ["input", *_hints(GenerationOptions), "more"]
+            ours = ["input", *_hints(), "more"]
             raise TypeError(
                 f"{name!r} is an argument of neither generate nor GenerationConfig nor "
                 f"{type(bridge.core).__name__}.{suggestion(name, (*ours, *known))}"

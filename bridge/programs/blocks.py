@@ -12,8 +12,9 @@ from bridge.programs.shells import HOOKS
 
 
 @torch.compiler.nested_compile_region
-def _run(block: nn.Module, args: Args, kwargs: Kwargs) -> object:
-    return type(block).forward(block, *args, **kwargs)
+def _run(each: LikeOthers, args: Args, kwargs: Kwargs) -> object:
+    # Given a block itself, torch would trace the first one alone, and have no guards on what the others are.
+    return type(each.block).forward(each.block, *args, **kwargs)
 
 
 class LikeOthers:
@@ -30,7 +31,7 @@ class LikeOthers:
         """The block's own forward; compiled, the code of the first block that is like it."""
         given = (*args, *kwargs.values())
         if torch.compiler.is_dynamo_compiling() and all(_is_plain(value) for value in given):
-            return _run(self.block, args, kwargs)
+            return _run(self, args, kwargs)
         return type(self.block).forward(self.block, *args, **kwargs)
 
 

@@ -312,11 +312,15 @@ class Program(nn.Module):
     def compile(self, **options: Any) -> Program:  # type: ignore[override]
         """The same program, through `torch.compile`: one graph, for any number of rows and positions.
 
+        Tensors that its functions keep are inputs of the graph: other values, and other functions of the same code in
+        another program of this bridge, are not compiled again. One position is a graph of its own.
+
         Args:
-            options: of `torch.compile`; ``fullgraph=True`` and ``dynamic=True`` unless they say otherwise.
+            options: of `torch.compile`; ``fullgraph=True`` unless they say otherwise.
 
         Returns:
-            Another program around the same module objects. Its first call compiles.
+            Another program around the same module objects, which stay as they are from then on. Its first call
+            compiles.
 
         Example:
             >>> from bridge import TransformerBridge

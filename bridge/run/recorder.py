@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -103,7 +103,7 @@ class Recorder:
             for name, view in place.waiting:
                 values[name] = Deferred(view, x, call)
         if now:
-            with torch.no_grad():
+            with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
                 for point in now:
                     self._keep(point.view.get(x, call), point)
 
@@ -111,7 +111,7 @@ class Recorder:
         """As `_keep_all`, of what is kept in part or elsewhere."""
         call = Call(module, args, kwargs) if place.contextual else _NO_CALL
         x = x.detach() if x.requires_grad else x
-        with torch.no_grad():
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             for point in place.points:
                 self._read(x if point.view.identity else point.view.get(x, call), point)
 

@@ -9,7 +9,7 @@ Kernels that are no torch functions are reached through transformers' `Attention
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -33,7 +33,7 @@ from bridge.taps.tap import RunCall, Tap, TappedCall, Watch, noop_hook
 _PRODUCT = ("q", "k")
 _INSIDE = ("scores", "pattern")
 #: What attention is recognised by: all other functions of a module go by.
-_LOOKED_AT = {scaled_dot_product_attention, *SOFTMAXES, *PRODUCTS, FLAT_PRODUCT, *STEPS}
+_LOOKED_AT: set[Any] = {scaled_dot_product_attention, *SOFTMAXES, *PRODUCTS, FLAT_PRODUCT, *STEPS}
 
 
 class AttentionTap(Tap):
@@ -94,7 +94,7 @@ class AttentionWatch(Watch):
     """
 
     shown: ObservedAttentionCall
-    looked_at = _LOOKED_AT
+    looked_at: Collection[Callable[..., Any]] | None = _LOOKED_AT
 
     def __init__(self, shown: ObservedAttentionCall, kernel_alone: bool = False) -> None:
         super().__init__(shown)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -51,7 +50,7 @@ class DeferredAttention(Deferred):
 
     def _at_site(self, rows: slice | Tensor | None) -> Tensor:
         device = self.x.device.type
-        attention = self.attention if rows is None else replace(self.attention, chosen=rows)
+        attention = self.attention if rows is None else self.attention.of_queries(rows)
         with torch.autocast(device, enabled=False) if self._waits and autocasts(device) else nullcontext():
             scores = attention.scores()
             return scores if self.channel == "scores" else attention.pattern(scores, over=True)

@@ -75,7 +75,8 @@ class ReadingHook:
     __slots__ = ("place", "reading")
 
     def __init__(self, place: Place | None) -> None:
-        self.place = place
+        if place is not None:
+            self.place: Place = place
         self.reading: _Reading | None = None
 
     # A copy of the model that is made meanwhile carries inert ones.
@@ -175,9 +176,10 @@ class ReadingPlan:
             keep: is given what is read. It may keep the tensor, and must not change it.
             scope: the scope; None: all runs see it.
         """
-        reading, modules = _Reading(keep, scope), [place.module() for place in self._places]
-        if None in modules:
-            raise RuntimeError(missing_module_message(self._places[modules.index(None)].site.site.path))
+        reading, found = _Reading(keep, scope), [place.module() for place in self._places]
+        modules = [module for module in found if module is not None]
+        if len(modules) < len(found):
+            raise RuntimeError(missing_module_message(self._places[found.index(None)].site.site.path))
         try:
             hooks = self._idle.pop()
         except IndexError:

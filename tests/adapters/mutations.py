@@ -233,9 +233,12 @@ def newer_attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
         yield "a factor of z", replace(part, z_transform=Affine(1.1)), ""
     if part.v.norm:
         yield "v_norm left out", replace(part, v=replace(part.v, norm=None)), ""
-    if part.clip:
-        yield "clamp left out", replace(part, clip=None), ""
-        yield "clamp times 1.5", replace(part, clip=part.clip * 1.5), ""
+    if part.clamp:
+        clip, where = part.clamp
+        yield "clamp left out", replace(part, clamp=None), ""
+        yield "clamp times 1.5", replace(part, clamp=(clip * 1.5, where)), ""
+        if part.qk_norms:
+            yield "clamp elsewhere", replace(part, clamp=(clip, "made" if where == "normed" else "normed")), ""
     latents = {"q": part.q.latent, "kv": part.k.latent}
     for name, latent in latents.items():
         if latent:

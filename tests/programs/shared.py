@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from bridge import TransformerBridge
 from bridge.interventions import Add, Scale, Set
@@ -247,6 +248,35 @@ def test_whatever_else_changes_the_next_call_shows_it():
             seen.append(what)
         before = wanted
     assert seen == ["its configuration"]  # modules have read it when they were made
+
+
+def test_a_change_in_any_of_the_blocks_that_are_compiled_once_is_seen():
+    config = LlamaConfig(
+        hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
+        vocab_size=61,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    bridge = TransformerBridge(model)
+    names = [f"blocks.{layer}.hook_resid_post" for layer in range(4)]
+    program = bridge.program(names, [(AT, lambda act, hook: act * 0.5)])
+    tokens, more = batch(bridge)
+    blocks = model.model.layers
+    compiled = program.compile(backend="aot_eager")
+    assert_same(compiled(tokens, **more), program(tokens, **more))
+    changes: list[Callable[[], object]] = [
+        lambda: setattr(blocks[2].mlp.down_proj, "bias", nn.Parameter(torch.randn(32))),
+        lambda: setattr(blocks[3].mlp.down_proj, "weight", nn.Parameter(torch.randn(32, 48))),
+        lambda: blocks[3].self_attn.q_proj.weight.mul_(3),
+        lambda: setattr(program.model.model.layers[2].self_attn, "scaling", 0.9),
+        lambda: setattr(program.model.model.layers[3].input_layernorm, "variance_epsilon", 0.5),
+        lambda: setattr(config, "_attn_implementation", "eager"),
+    ]
+    for change in changes:
+        before = program(tokens, **more)["logits"]
+        change()
+        wanted = program(tokens, **more)
+        assert (wanted["logits"] - before).abs().max() > 1e-4 or change is changes[-1]
+        assert_same(compiled(tokens, **more), wanted)
 
 
 def test_programs_that_differ_where_torch_does_not_look_share_nothing():

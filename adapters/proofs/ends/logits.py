@@ -78,13 +78,12 @@ def _unembedded(evidence: Evidence, findings: Findings, stream: Tensor | None) -
         return  # one vector of each image, which its norm puts out
     last = unembed.input if unembed else evidence.made(evidence.base)
     stream = None if stream is None else mean_at(readout.pooled, stream)
-    differs = last is None or stream is None or last.shape != stream.shape
-    # It has no base model whose output is the last stream.
-    if differs and not readout.path and evidence.base == core_path(evidence.bridge.original_model):
-        findings.inconclusive(ENDS, "what the model makes of the last stream, of which nothing is declared")
-        return
     if last is None or stream is None or last.shape != stream.shape:
-        findings.holds(ENDS, "unembed", False, "what it reads is not what the final norm makes")
+        if last is not None and not readout.path and evidence.base == core_path(evidence.bridge.original_model):
+            # It has no base model whose output is the last stream.
+            findings.inconclusive(ENDS, "what the model makes of the last stream, of which nothing is declared")
+        else:
+            findings.holds(ENDS, "unembed", False, "what it reads is not what the final norm makes")
         return
     if evidence.bridge.architecture.stack.every_block[0].ends:
         stream = zeroed(findings, stream, last)

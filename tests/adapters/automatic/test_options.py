@@ -114,3 +114,11 @@ def test_one_key_head_with_a_mask_of_each_head_generates() -> None:
     whole = bridge.run_with_cache(made[:, :-1])[1]["blocks.1.attn.hook_pattern"]
     for pattern, at in zip(patterns[1:], (5, 6), strict=True):
         torch.testing.assert_close(pattern[:, :, 0], whole[:, :, at, : at + 1], atol=1e-5, rtol=1e-4)
+
+
+def test_blocks_that_are_not_known_inside_say_in_which_direction_they_read() -> None:
+    bridge = TransformerBridge(tiny_model("xmod", ln_before_adapter=False), cache_declaration=False)
+    assert not bridge.architecture.stack.block.steps and bridge.cfg.attention_dir == "bidirectional"
+    with pytest.raises(ValueError, match="reads in both directions"):
+        bridge.generate(TOKENS, max_new_tokens=2, return_cache=True)
+    assert TransformerBridge(tiny_model("mamba"), cache_declaration=False).cfg.attention_dir == "causal"
