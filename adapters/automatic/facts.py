@@ -65,14 +65,16 @@ class Facts:
         self.add("n_heads", found.n_heads)
         self.add("n_key_value_heads", len(found.found["k"][1]))
         self.add("d_head", len(found.found["v"][1][0]))
-        cap = getattr(config_of(self.model).get_text_config(), "attn_logit_softcapping", None)
-        cap = measured.soft_cap(found, cap)
-        self.add("attn_scores_soft_cap", cap)
+        told = getattr(config_of(self.model).get_text_config(), "attn_logit_softcapping", None)
+        cap = measured.soft_cap(found, told)
         scale = measured.scale(found, cap)
         alibi = None if scale is not None or declared.rotary else measured.alibi_scale(found)
         biased = measured.scale(found, cap, biased=True) if scale is None and alibi is None else None
         scaled_elsewhere = measured.scale_elsewhere(found) if found.adds or not (scale or alibi) else None
         said = scale or alibi or biased or scaled_elsewhere
+        if said is None and not told and (capped := measured.cap_that_is_not_said(found)):
+            said, cap = capped
+        self.add("attn_scores_soft_cap", cap)
         self.add("attn_scale", said)
         own["attn_scale"] = said
         self.add("attention_dir", "causal" if found.is_causal else "bidirectional")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from adapters.automatic.attention import FoundAttention
+from adapters.automatic.ends.readout import capped_between
 from adapters.automatic.layouts import relative
 from adapters.automatic.norms import rounded
 from adapters.observe.errors import NotFound
@@ -86,6 +87,21 @@ def soft_cap(attention: FoundAttention, said: float | None) -> float:
         return float((x - product * (x @ product / (product @ product))).norm() / x.norm())
 
     return said if left(capped) < tolerance(attention.softmax.scores) or left(capped) < 0.1 * left(plain) else -1.0
+
+
+def cap_that_is_not_said(attention: FoundAttention) -> tuple[float, float] | None:
+    """What the product is divided by, and the soft cap behind that, of scores that the two explain; None of others."""
+    found = attention.product()
+    if found is None:
+        return None
+    product = found[0]
+    scores = attention.softmax.scores.detach().double()[..., : product.shape[-1]]
+    seen = attention.softmax.pattern[..., : product.shape[-1]] > 0
+    both = capped_between(product[seen].to(attention.softmax.scores.dtype), scores[seen])
+    if both is None:
+        return None
+    usual, divided = attention.normed("q").shape[-1] ** 0.5, 1 / both[0]
+    return usual if abs(divided / usual - 1) < FITTED else divided, both[1]
 
 
 def scale(attention: FoundAttention, cap: float, *, biased: bool = False) -> float | None:

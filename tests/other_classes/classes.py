@@ -10,6 +10,7 @@ from tests.other_classes import (
     odd_parts,
     placed_otherwise,
     plain_modules,
+    remote_structures,
     softmaxes,
     torch_modules,
 )
@@ -44,11 +45,22 @@ FULL: dict[str, type[nn.Module]] = {
     "Baichuan 2": odd_parts.Baichuan,
     "nanoGPT": plain_modules.NanoGPT,
     "a hundred lines": plain_modules.HundredLines,
+    "fused gate and up": remote_structures.Fused,
+    "gate and up in turn": remote_structures.FusedInTurn,
+    "latents by hand": remote_structures.Latents,
+    "scaled logits": remote_structures.ScaledLogits,
+    "norms on both sides, capped scores": remote_structures.Sandwich,
+    "two blocks in turn": remote_structures.TiedLayers,
 }
+_NOT_ITS_OWN = "; ".join(f"{letter}: no projection has columns of its own for each head" for letter in "kv")
+_BETWEEN = "what enters its output projection is not pattern @ v: something unknown stands between"
 #: Offered in part, and why not in full.
 PART: dict[str, tuple[type[nn.Module], str]] = {
     "PaLM": (odd_parts.Palm, r"one layer reads it for mlp and attn"),
     "heads that are modules": (plain_modules.Lecture, r"it computes 4 softmaxes"),
+    "keys and values of the first layer": (remote_structures.SharedValues, _NOT_ITS_OWN),
+    "differences of patterns": (remote_structures.Differential, r"it computes 2 softmaxes"),
+    "values mixed with the first layer's": (remote_structures.ValueResidual, _BETWEEN),
     "sigmoid attention": (softmaxes.Sigmoids, ""),  # it has the names of a mixer
 }
 #: Refused, and why.

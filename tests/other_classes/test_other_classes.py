@@ -102,6 +102,8 @@ def test_the_facts_of_some() -> None:
         "Nemotron-H": {"act_fn": "relu2", "num_experts": 5, "experts_per_token": 2, "d_expert": 16},
         "DeepSeek V3": {"d_shared_expert": 32, "gated_mlp": True},
         "one block called several times": {"n_layers": 4},
+        "two blocks in turn": {"n_layers": 4},
+        "norms on both sides, capped scores": {"attn_scores_soft_cap": 5.0, "attn_scale": D_HEAD**0.5},
     }
     for name, said in facts.items():
         cfg = TransformerBridge(randomised(CLASSES[name]())).cfg

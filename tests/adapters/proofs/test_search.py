@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import transformers
 from torch import Tensor
 
 from adapters.proofs import mechanics
@@ -11,7 +12,7 @@ from adapters.views import Call, View
 from bridge import TransformerBridge
 from tests.adapters.test_verify import change
 from tests.conftest import tiny
-from tests.tiny_models import tiny_model
+from tests.tiny_models import config_for, tiny_model, tiny_of
 
 
 class WritesAnother(View):
@@ -26,6 +27,25 @@ class Fails(View):
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         raise ValueError("no such view\nand more")
+
+
+class WritesNothing(View):
+    identity = False
+
+    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "ViTForImageClassification", "HubertModel"])
+def test_edits_without_effect_are_found(name: str) -> None:
+    """Where blocks run alone (text), and where all run in one pass (images, sound)."""
+    cls = getattr(transformers, name)
+    bridge = TransformerBridge(tiny_of(cls, config_for(cls)), cache_declaration=False)
+    dead = {"blocks.0.hook_mlp_out", "blocks.1.mlp.hook_post", "blocks.1.mlp.hook_pre"}
+    for point in dead:
+        change(bridge, point, view=WritesNothing())
+    found = Proof(bridge).run().not_offered
+    assert found == dict.fromkeys(dead, "an edit changes nothing")
 
 
 def test_what_holds_is_held() -> None:
