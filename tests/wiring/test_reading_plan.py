@@ -195,7 +195,8 @@ def test_hooks_that_wait_for_the_next_run_hold_nothing_of_the_last(bridge: Trans
 
 
 def test_a_plan_falls_with_any_module_that_was_replaced(bridge: TransformerBridge, tokens: Tensor) -> None:
-    """Also where the new module has the place in memory that the old one had."""
+    """Also where the new module has the place in memory that the old one had, and where the old one lives on."""
+    kept: list[nn.Module] = []
     bridge.run_with_cache(tokens)
     (plan,) = bridge.wiring._plans
     assert plan.holds
@@ -204,7 +205,10 @@ def test_a_plan_falls_with_any_module_that_was_replaced(bridge: TransformerBridg
         parent = bridge.original_model.get_submodule(parent_path)
         for _ in range(20):
             setattr(parent, name, copy.deepcopy(getattr(parent, name)))
-        plan = bridge.wiring._plans[-1]
-        assert not plan.holds
+        assert not bridge.wiring._plans[-1].holds
+        bridge.run_with_cache(tokens)
+        kept.append(getattr(parent, name))
+        setattr(parent, name, copy.deepcopy(kept[-1]))
+        assert not bridge.wiring._plans[-1].holds
         _, cache = bridge.run_with_cache(tokens)
         assert "blocks.1.hook_mlp_out" in cache and bridge.wiring._plans[-1].holds
