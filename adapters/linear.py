@@ -28,7 +28,7 @@ def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 def weight_in_out(module: nn.Module) -> Tensor | None:
     """The weight of a plain linear layer as ``[d_in, d_out]``, a view; None for anything else (LoRA, quantised)."""
-    if not is_linear(module) and type(module) is not Conv1D:
+    if type(module) is not Conv1D and not is_linear(module):
         return None
     weight: Tensor = materialized(module, "weight")
     if type(weight) not in _PLAIN:
@@ -68,16 +68,15 @@ def adapted_bias(module: nn.Module, bias: Tensor | None, like: Tensor) -> Tensor
     return bias if unchanged else given
 
 
-def head_results(module: nn.Module, z: Tensor, out: Tensor | None = None) -> Tensor:
+def head_results(module: nn.Module, z: Tensor) -> Tensor:
     """Each head's contribution to the output projection, without the bias.
 
     Args:
         module: the output projection, ``(head d_head) -> d_model``.
         z: ``[batch, pos, head, d_head]``.
-        out: memory that they may be written to, ``[head, batch * pos, d_model]``, where no graph is recorded.
 
     Returns:
-        ``[batch, pos, head, d_model]``, in that memory or in some of its own.
+        ``[batch, pos, head, d_model]``.
 
     Raises:
         TypeError: of a layer that is not plain, they do not sum to its output.
@@ -85,11 +84,7 @@ def head_results(module: nn.Module, z: Tensor, out: Tensor | None = None) -> Ten
     n_heads, d_head = z.shape[-2:]
     weight = weight_in_out(module)
     if weight is not None:
-        weight = weight.unflatten(0, (n_heads, d_head))
-        if out is None or z.dtype != weight.dtype:
-            return torch.einsum("bphd,hdm->bphm", z, weight)
-        torch.bmm(z.flatten(0, 1).transpose(0, 1), weight, out=out)
-        return out.transpose(0, 1).unflatten(0, z.shape[:2])
+        return torch.einsum("bphd,hdm->bphm", z, weight.view(n_heads, d_head, -1))
     own = torch.eye(n_heads, dtype=z.dtype, device=z.device)
     spread = torch.einsum("bphd,hg->bphgd", z, own).flatten(-2)
     rows = spread.flatten(0, -2)  # bitsandbytes' layers know no further axes

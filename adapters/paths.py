@@ -32,12 +32,20 @@ def module_at(model: nn.Module, path: str) -> nn.Module:
     Raises:
         AttributeError: there is none.
     """
-    return model.get_submodule(module_path(path))
+    for part in module_path(path).split(".") if path else ():
+        child = model._modules.get(part)
+        model = model.get_submodule(part) if child is None else child  # which says what is missing
+    return model
 
 
 def join(*parts: str) -> str:
     """Dotted paths one after another; empty ones are left out."""
     return ".".join(part for part in parts if part)
+
+
+def is_inside(path: str, *modules: str) -> bool:
+    """Whether a path is that of one of these modules, or of something in one."""
+    return any(path == module or path.startswith(f"{module}.") for module in modules)
 
 
 def has_module(model: nn.Module, path: str) -> bool:

@@ -111,33 +111,33 @@ def runs(make: Callable[..., Any], shape: tuple[int, int], device: str) -> Jobs:
         "`start_at_layer`, the second half": lambda: bridge(half, start_at_layer=n // 2),
         "`TransformerBridge(hf)`, wrapping": lambda: TransformerBridge(hf),
     }
-    return jobs | _transformer_lens(hf, tokens, name)
+    if peer := _transformer_lens(hf):
+        jobs |= {
+            "TransformerLens: `bridge(tokens)`": lambda: peer(tokens),
+            "TransformerLens: one residual hook": lambda: peer.run_with_hooks(tokens, fwd_hooks=[(name, _same)]),
+            "TransformerLens: cache, one name": lambda: peer.run_with_cache(tokens, names_filter=name),
+        }
+    return jobs
 
 
 def _same(x: torch.Tensor, hook: Any) -> torch.Tensor:
     return x
 
 
-def _transformer_lens(hf: Any, tokens: torch.Tensor, name: str) -> Jobs:
-    """The same with TransformerLens' bridge around a copy of the model, where it is installed."""
+def _transformer_lens(hf: Any) -> Any:
+    """TransformerLens' bridge around a copy of the model; None where it is not installed."""
     if not importlib.util.find_spec("transformer_lens"):
-        return {}
+        return None
     from transformer_lens.model_bridge import TransformerBridge as Peer  # type: ignore[import-not-found]
 
     with tempfile.TemporaryDirectory() as folder:  # it looks for a configuration and a tokenizer by name
         hf.config.save_pretrained(folder)
-        peer = Peer.boot_transformers(
+        return Peer.boot_transformers(
             folder,
             hf_model=copy.deepcopy(hf),
             tokenizer=TransformerBridge.boot_embedded().tokenizer,
             device=str(hf.device),
         )
-    return {
-        "TransformerLens: `bridge(tokens)`": lambda: peer(tokens),
-        "TransformerLens: one residual hook": lambda: peer.run_with_hooks(tokens, fwd_hooks=[(name, _same)]),
-        "TransformerLens: cache, one name": lambda: peer.run_with_cache(tokens, names_filter=name),
-        "TransformerLens: cache, everything": lambda: peer.run_with_cache(tokens),
-    }
 
 
 Hooks = list[tuple[dict[int, Any], Callable[..., None]]]
@@ -193,13 +193,16 @@ def everything(make: Callable[..., Any], shape: tuple[int, int], device: str) ->
         kept.clear()
         return found
 
-    return {
+    jobs: Jobs = {
         "`hf(tokens)`": lambda: hf(tokens),
         "floor: plain torch hooks at the same places, found beforehand": floor,
         "eager attention with `output_attentions`": lambda: eager(tokens, output_attentions=True),
         "`run_with_cache`, everything": lambda: bridge.run_with_cache(tokens),
         "`run_with_cache`, everything, `pos_slice=-1`": lambda: bridge.run_with_cache(tokens, pos_slice=-1),
     }
+    if peer := _transformer_lens(hf):
+        jobs["TransformerLens: cache, everything"] = lambda: peer.run_with_cache(tokens)
+    return jobs
 
 
 def backward(make: Callable[..., Any], shape: tuple[int, int], device: str) -> Jobs:

@@ -8,11 +8,9 @@ from adapters.architecture import Architecture, Block, Embedding, Readout, Stack
 from adapters.attention import Attention, Projection
 from adapters.feed_forward import MoE
 from adapters.norms import LAYER_NORM, Norm
-from adapters.registry import register
 from adapters.views import columns
 
 
-@register("DbrxPreTrainedModel")
 def dbrx(config: PreTrainedConfig) -> Architecture:
     """Queries, keys and values are one layer's, clamped; its router returns logits alone."""
     own, mixture = config.attn_config, config.ffn_config

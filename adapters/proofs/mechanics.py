@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 
@@ -12,12 +13,14 @@ from adapters.inputs.made import arguments_of
 from adapters.linear import bias_of, head_results
 from adapters.observe.errors import WRONG, one_line
 from adapters.observe.recording import Recorder
-from adapters.offloaded import materialized
 from adapters.paths import call_number, module_at, module_path
-from adapters.proofs.evidence import LayerStep, places_of
+from adapters.proofs.evidence import LayerStep, few_logits, places_of
 from adapters.proofs.protocol import Bridge, Cache, Hook, NamedHook
 from adapters.proofs.report import Check
-from adapters.views import Kwargs, SinkPattern, transformed
+from adapters.views import Kwargs, transformed
+
+_OF_HEADS = re.compile(r"hook_(attn_in|[qkv]_input)$")
+_NORMED = re.compile(r"\bln.*hook_(scale|normalized|out)$")
 
 #: Says of some hook points which do not hold, and why; what it raises is a reason, too.
 Test = Callable[[list[str]], dict[str, str]]
@@ -65,7 +68,6 @@ class Mechanics:
         """The checks that take a run for each kind of hook point, or for each layer."""
         return self._all(
             self.writing_back,
-            self.pattern_rows,
             self.z_through_w_o,
             self.resid_mid_reaches_both,
             self.starting_after_stopping,
@@ -114,8 +116,9 @@ class Mechanics:
     def logits(self, fwd_hooks: Sequence[NamedHook] = ()) -> Tensor:
         return self.bridge.run_with_hooks(self.tokens, fwd_hooks=list(fwd_hooks), **self.more)
 
-    def cache(self, names: Sequence[str] | None = None) -> Cache:
-        return self.bridge.run_with_cache(self.tokens, names_filter=names, **self.more)[1]
+    def cache(self, names: Sequence[str]) -> Cache:
+        more = self.more | few_logits(self.bridge, names)
+        return self.bridge.run_with_cache(self.tokens, names_filter=names, **more)[1]
 
     def unhooked(self) -> None:
         """Unhooked logits are the model's own."""
@@ -182,11 +185,8 @@ class Mechanics:
     def every_hook_fires(self) -> None:
         """Every hook point fires once, with its declared shape."""
         failed = self.failing(self.names, self.seen_once, most=3)
-        wrong = "; ".join(f"{name}: {why}" for name, why in list(failed.items())[:3])
-        self.add(
-            "every hook point fires once, with its declared shape",
-            not failed,
-            wrong or f"{len(self.names)} hook points",
+        self.add_failed(
+            "every hook point fires once, with its declared shape", failed, f"{len(self.names)} hook points"
         )
 
     def written_back(self, names: list[str]) -> dict[str, str]:
@@ -222,11 +222,14 @@ class Mechanics:
 
     def writing_back(self) -> None:
         """Writing back what was read changes nothing."""
-        # Many kinds of hook point at once, in all layers; where that differs, half of them, and so on.
-        kinds = self.kinds()
+        # Many kinds of hook point at once, in all layers; where that differs, half of them, and so on. The inputs of
+        # heads come first and what norms make last: in one run, they are not changed together.
+        kinds = sorted(self.kinds(), key=lambda kind: _NORMED.search(kind[0]) is not None)
+        kinds.sort(key=lambda kind: _OF_HEADS.search(kind[0]) is None)
         failed: dict[str, str] = {}
-        for start in range(0, len(kinds), 18):
-            names = [name for kind in kinds[start : start + 18] for name in kind]
+        some = max(1, min(18, (len(kinds) + 1) // 2))
+        for start in range(0, len(kinds), some):
+            names = [name for kind in kinds[start : start + some] for name in kind]
             failed |= self.failing(names, self.written_back)
         right = f"{len(self.names)} hook points, worst {self.written_by:.1e}"
         self.add_failed("writing back what was read changes nothing", failed, right)
@@ -259,44 +262,14 @@ class Mechanics:
         stream = transformed(step.residual_transform, stream, module_at(self.model, place.path))
         return sum((cache[name] for name in added), stream)
 
-    def pattern_rows(self) -> None:
-        """Pattern rows sum to one."""
-        patterns = [name for name in self.names if name.endswith("hook_pattern")]
-        if not patterns:
-            self.add("pattern rows sum to one", True, "does not apply")
-            return
-        views = {name: self.bridge.hook_dict[name].view for name in patterns}
-        sunk = {name: view.sinks for name, view in views.items() if isinstance(view, SinkPattern)}
-        scores = {name: name.replace("hook_pattern", "hook_attn_scores") for name in sunk}
-        cache = self.cache([*patterns, *scores.values()])
-
-        def pairs() -> Iterable[tuple[str, Tensor, Tensor]]:
-            for name in patterns:
-                sums = cache[name].sum(-1)
-                right = torch.ones_like(sums)
-                if name in sunk:
-                    # What goes to no token is the sink's part of a softmax over scores and sink.
-                    module = module_at(self.model, self.bridge.hook_dict[name].point.site.path)
-                    sink = materialized(module, sunk[name]).double().view(-1, 1)
-                    right = (cache[scores[name]].double().logsumexp(-1) - sink).sigmoid()
-                yield name, sums, right
-
-        self.add_worst("pattern rows sum to one" + (" less what sinks take" if sunk else ""), pairs())
-
     def z_through_w_o(self) -> None:
         """z through W_O gives attn_out."""
         places = [place for place in places_of(self.bridge) if f"{place.part}hook_result" in self.names]
         sites = {place.part: self.bridge.hook_dict[f"{place.part}hook_z"].point.site.path for place in places}
-        ends = {
-            place.part: f"{place.part}hook_out"
-            if place.named.step.post
-            else f"{place.prefix}hook_{place.named.name}_out"
-            for place in places
-        }
-        names = [f"{part}{name}" for part in sites for name in ("hook_z", "hook_result")] + list(ends.values())
+        names = [f"{part}{name}" for part in sites for name in ("hook_z", "hook_result")]
         watched = {module_path(path): module_at(self.model, path) for path in sites.values()}
         with Recorder(watched.items(), layout=self.bridge.layout) as recording:
-            cache = self.cache(names) if places else {}
+            cache = self.cache([*names, *map(_added, places)]) if places else {}
 
         def pairs() -> Iterable[tuple[str, Tensor, Tensor]]:
             for place in places:
@@ -307,7 +280,7 @@ class Mechanics:
                 made = made.transpose(0, 1) if place.stack.positions_first else made
                 yield f"{at}hook_z", head_results(projection, z).sum(-2) + bias, made
                 bias = bias if step.post else step.added(bias, module_at(self.model, place.path))
-                yield f"{at}hook_result", cache[f"{at}hook_result"].sum(-2) + bias, cache[ends[at]]
+                yield f"{at}hook_result", cache[f"{at}hook_result"].sum(-2) + bias, cache[_added(place)]
 
         self.add_worst("z through W_O gives attn_out", pairs())
 
@@ -373,6 +346,11 @@ class Mechanics:
         left = self.count_hooks() - self.hooks_before
         patched = [n for n, m in self.model.named_modules() if "forward" in m.__dict__ and _is_ours(m.forward)]
         self.add("no torch hook is left behind", not left and not patched, f"{left} hooks, {len(patched)} patches")
+
+
+def _added(place: LayerStep) -> str:
+    """The hook point of what an attention writes, before a norm that follows it."""
+    return f"{place.part}hook_out" if place.named.step.post else place.result
 
 
 def _is_ours(forward: object) -> bool:

@@ -29,6 +29,7 @@ from adapters.proofs.projections import CLAIM as COLUMNS
 from adapters.proofs.projections import prove_choices, prove_projections
 from adapters.proofs.protocol import Bridge
 from adapters.proofs.report import Check, Findings, Report
+from adapters.proofs.rotation import telling_distance
 from adapters.proofs.scores import PATTERN, SCORES, prove_attention
 from adapters.proofs.stream import READS, prove_streams
 from adapters.proofs.weights import CLAIM as WEIGHTS
@@ -37,6 +38,8 @@ from adapters.proofs.weights import prove_weights
 #: How much of a verification is done: all of it, or what takes a few runs.
 Level = Literal["full", "quick"]
 
+#: How long a text is at most that shows how far a position bias goes.
+_LONG = 160
 #: Each proof of the activations of one run, and what is said not to hold when it cannot be made.
 _PROOFS = (
     (READS, prove_streams),
@@ -151,7 +154,7 @@ def _proofs(bridge: Bridge, level: str, inputs: Given | None) -> list[Check]:
 
 def _proofs_on(subject: Bridge, level: str, inputs: Given | None, *, half: bool) -> list[Check]:
     findings = Findings(tolerance(subject.cfg.dtype), angles=3e-2 if half else 1e-4)
-    pos = _length(subject)
+    pos = _length(subject, level)
     rows = max(2, min(subject.cfg.n_heads, 8))  # a gradient for each head, so many at a time
     # Experts are chosen by many tokens.
     few = rows if subject.cfg.num_experts else min(rows, 4 if level == "full" else 2)
@@ -164,16 +167,15 @@ def _proofs_on(subject: Bridge, level: str, inputs: Given | None, *, half: bool)
         findings.attempt(claim, partial(prove, evidence, findings))
     declared = level == "declared"
     findings.attempt(WEIGHTS, lambda: prove_weights(evidence, findings, of_each_kind=declared))
-    few_tokens = declared and not subject.cfg.num_experts
-    ran = Evidence(subject, *some_tokens(subject, 1, 5, 1, inputs)) if few_tokens else evidence
+    one_row = lambda: Evidence(subject, *some_tokens(subject, 1, 5 if declared else pos, 1, inputs))
+    ran = evidence if subject.cfg.num_experts else one_row()
     findings.attempt(LEFT_OUT, lambda: prove_coverage(ran, findings))
     if level == "full":
         if not tokens.is_floating_point():  # what is padding among images and sound is the model's own business
-            padded = more | _padded(tokens)
-            if why := _why_no_padding(subject, tokens, padded):
-                findings.inconclusive(PATTERN, f"padding: {why}")
+            if may_take(subject.core, "attention_mask"):
+                _prove_padded(subject, *some_tokens(subject, 2, pos, 1, inputs), findings)
             else:
-                findings.attempt(PATTERN, lambda: prove_attention(randomized_run(subject, tokens, padded), findings))
+                findings.inconclusive(PATTERN, "padding: it takes no attention_mask")
         tokens, more = some_tokens(subject, rows, pos, 1, inputs)
         findings.attempt(COLUMNS, lambda: prove_projections(with_graph(subject, tokens, more), findings))
     else:
@@ -188,10 +190,22 @@ def _padded(tokens: Tensor) -> dict[str, Tensor]:
     return {"attention_mask": mask}
 
 
+def _prove_padded(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor], findings: Findings) -> None:
+    """Proves attention where the first row begins with padding, if the model can be told so."""
+    padded = more | _padded(tokens)
+    try:
+        evidence = randomized_run(bridge, tokens, padded)
+    except WRONG as error:
+        if why := _why_no_padding(bridge, tokens, padded):  # a run of its own, for few models
+            findings.inconclusive(PATTERN, f"padding: {why}")
+        else:
+            findings.holds(PATTERN, "a run with padding", False, one_line(error))
+        return
+    findings.attempt(PATTERN, lambda: prove_attention(evidence, findings))
+
+
 def _why_no_padding(bridge: Bridge, tokens: Tensor, padded: dict[str, Tensor]) -> str:
     """Why a model cannot be told what is padding, by a mask of two axes; "" where it can."""
-    if not may_take(bridge.core, "attention_mask"):
-        return "it takes no attention_mask"
     try:
         bridge.run_with_hooks(tokens, fwd_hooks=[], **padded)
     except WRONG as error:
@@ -229,14 +243,19 @@ def _proved_on(bridge: Bridge, why: list[str]) -> Iterator[Check]:
         yield Check("proved on", True, ", ".join(["a probe copy with the model's parameters", *why]))
 
 
-def _length(bridge: Bridge) -> int:
-    """How long a text has to be to show windows and distances, where that is not long."""
+def _length(bridge: Bridge, level: str) -> int:
+    """How long a text has to be to show windows and, at the level ``full``, distances, where that is not long."""
     cfg = bridge.cfg
     pos = 11
     if cfg.window_size is not None and cfg.window_size <= 64:
         pos = max(pos, cfg.window_size + 3)
-    if cfg.relative_attention_num_buckets is not None:
+    buckets, most = cfg.relative_attention_num_buckets, cfg.relative_attention_max_distance
+    if buckets is not None:
         pos = max(pos, 29)
+    if buckets is not None and most is not None and level == "full":
+        both = cfg.attention_dir != "causal"
+        told = [telling_distance(buckets, most, other, both=both) + 1 for other in (most - 1, most + 1)]
+        pos = max([pos, *(each for each in told if each <= _LONG)])
     taken = {cfg.n_heads, cfg.n_kv_heads, max(2, min(cfg.n_heads, 8)), 4}
     while pos in taken or pos - 4 in taken:
         pos += 1

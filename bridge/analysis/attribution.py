@@ -259,6 +259,8 @@ def logit_attributions(
             directions = directions * weight.to(directions.device)
         terms = through_norm(cache, residual_stack, None, False, pos_slice, batch_slice, has_batch_dim)
         directions = _broadcastable(directions.to(terms.device), terms, has_batch_dim)
+        if directions.ndim == 1 and directions.dtype == terms.dtype:
+            return terms @ directions
         return (terms * directions).sum(-1)
 
 

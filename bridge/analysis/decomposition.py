@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +16,13 @@ from adapters.config import is_language_part
 from adapters.linear import weight_in_out
 from adapters.mixers.part import Mixer
 from adapters.stream_ends import Embedding
-from bridge.analysis.layer_outputs import Room, bias_written, neuron_labels, results_of_heads, results_of_neurons
+from bridge.analysis.layer_outputs import (
+    bias_written,
+    neuron_labels,
+    results_of_heads,
+    results_of_layers,
+    results_of_neurons,
+)
 from bridge.analysis.requirements import Activations, Index, layer_of, pick, plain, refuse_no_sum, require
 from bridge.analysis.residual_norms import PostNorm, StreamNorm, gradients_of, norm_of, post_norm
 from bridge.hooks.act_names import last_stream
@@ -32,13 +38,13 @@ class Term:
         group: what kind of part wrote it.
         labels: one for each component.
         value: ``[component, *batch_pos, d_model]``.
-        room: the memory that it may stand in, with others.
+        fresh: its memory is its own, not that of a cached activation.
     """
 
     group: Group
     labels: list[str]
     value: Tensor
-    room: Room | None = None
+    fresh: bool = False
 
 
 @dataclass
@@ -58,12 +64,11 @@ class _Walk:
         self.model = self.cache.model
         self.terms: list[Term] = []
         self.bias: Tensor | None = None
-        self.room: Room | None = None
         self.begins = self.model.architecture.embedding
         if not self.begins.tokens:  # images, whose first stream is one term
             self.begins = Embedding(module=self.begins.module)
-        #: It is the text of a model that is given images or sound, too.
-        self.sees = is_language_part(self.model.original_model)
+        #: Embeddings are asked for, of the text in a model that is given images or sound, too.
+        self.sees = "embed" in self.groups and is_language_part(self.model.original_model)
         refuse_no_sum(self.model, of_normed=True)
         for layer in range(self.model.cfg.n_layers):
             steps = self.steps(layer)
@@ -204,7 +209,7 @@ class _Walk:
 
     def images(self, layer: int) -> None:
         """What images, or sound, put into the stream before a layer: in place of their tokens, or on top of them."""
-        if not self.sees or "embed" not in self.groups or layer == self.model.cfg.n_layers:
+        if not self.sees or layer == self.model.cfg.n_layers:
             return
         entering = pick(self.cache[f"blocks.{layer}.hook_resid_pre"], self.pos_slice, -2)
         if layer:
@@ -225,7 +230,7 @@ class _Walk:
             self.terms.append(Term(group, [f"{layer}_{part}_out"], out[None]))
             return
         if group == "attn":
-            value = results_of_heads(self.cache, layer, self.pos_slice, self.room).movedim(-2, 0)
+            value = results_of_heads(self.cache, layer, self.pos_slice).movedim(-2, 0)
             labels = [f"L{layer}H{head}" for head in range(len(value))]
         else:
             kept = plain(self.neuron_slice)
@@ -240,7 +245,7 @@ class _Walk:
             scale = self.scale(norm)
             value = norm.linear(value, scale)
             bias = None if bias is None else norm.linear(bias.to(scale.device), scale)
-        self.terms.append(Term(group, labels, value, self.room))
+        self.terms.append(Term(group, labels, value))
         for more in (bias, norm.constant if norm and self.biases else None):
             if more is not None:
                 self.add_constant(more.to(value.device))
@@ -261,10 +266,24 @@ class _Walk:
         if norm.bias is not None:
             self.add_constant(norm.bias.to(scale.device))
 
+    def heads_together(self, read: Mapping[str, Tensor]) -> Term | None:
+        """All heads as one term, where nothing else is asked for and no norm follows them.
+
+        Args:
+            read: all that the walk needs, by name.
+        """
+        z_alone = bool(read) and all(name.endswith(".attn.hook_z") for name in read)
+        if self.biases or list(self.groups) != ["attn"] or not z_alone:
+            return None
+        z = {self.model.hook_dict[name].point.depth: pick(x, self.pos_slice, -3) for name, x in read.items()}
+        value = results_of_layers(self.cache, z)
+        if value is None:
+            return None
+        heads = range(len(value) // len(z))
+        return Term("attn", [f"L{layer}H{head}" for layer in z for head in heads], value, fresh=True)
+
     def go(self, layer: int, mlp_input: bool) -> None:
         self.begin()
-        if self.heads and list(self.groups) == ["attn"]:
-            self.room = Room(layer)
         for index in range(layer):
             self.images(index)
             for named in self.steps(index):
@@ -328,8 +347,11 @@ def terms_of(
     """
     layer = layer_of(cache.model, layer, mlp_input)
     walk = _Walk(cache, groups, heads, neurons, biases, post_norms, pos_slice, neuron_slice)
-    first = require(cache, walk.names(layer, mlp_input))[:1]
-    with gradients_of(first[0] if first else torch.empty(0)):
+    names = list(walk.names(layer, mlp_input))
+    read = dict(zip(names, require(cache, names), strict=True))
+    with gradients_of(next(iter(read.values()), torch.empty(0))):
+        if together := walk.heads_together(read):
+            return [together]
         walk.go(layer, mlp_input)
         if "bias" in groups and (biases or walk.bias is not None):
             like = walk.terms[0].value[0] if walk.terms else pick(stream_at(cache, layer), pos_slice, -2)
@@ -364,8 +386,7 @@ def stacked(
         dtype = torch.promote_types(dtype, term.value.dtype)
     device = terms[0].value.device
     values = [term.value.to(device, dtype) for term in terms]
-    whole = None if terms[0].room is None else terms[0].room.whole(values)
-    return torch.cat(values) if whole is None else whole, labels
+    return values[0] if len(terms) == 1 and terms[0].fresh else torch.cat(values), labels
 
 
 def at_the_end(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -21,57 +21,60 @@ def _module_at(model: AnalysedModel, name: str) -> nn.Module:
 
 def _to_module(x: Tensor, module: nn.Module) -> Tensor:
     """The activation where the module's parameters are (a cache may be kept elsewhere)."""
-    parameter = next(module.parameters(), None)
+    own = module.parameters() if module._modules else module._parameters.values()
+    parameter = next((parameter for parameter in own if parameter is not None), None)
     return x if parameter is None or parameter.device.type == "meta" else x.to(parameter.device)
 
 
-class Room:
-    """Memory for what the heads of several layers write, one behind the other: nothing is copied to stack them.
+def results_of_layers(
+    cache: Activations, z: Mapping[int, Float[Tensor, "*batch_pos n_heads d_head"]]
+) -> Float[Tensor, "layer_head *batch_pos d_model"] | None:
+    """What the heads of several layers write, in one tensor: nothing is copied to stack them.
+
+    All is looked up before the first product: between products, whose weights fill the processor's caches, it would
+    take as long as these.
 
     Args:
-        n_layers: how many layers there are.
+        cache: an `ActivationCache`.
+        z: each layer's cached `hook_z`, or some positions of it.
+
+    Returns:
+        None where this is not possible and `written_by_heads` is to be asked for each: a graph is recorded, an output
+        projection is no plain matrix, or layers differ in shape.
+
+    Raises:
+        ValueError: an output projection has other weights now than in the run.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.analysis.layer_outputs import results_of_layers
+        >>> _, cache = TransformerBridge.boot_embedded().run_with_cache("Mary and")
+        >>> results_of_layers(cache, {layer: cache["z", layer][:, -1] for layer in (0, 1)}).shape
+        torch.Size([8, 1, 128])
     """
-
-    def __init__(self, n_layers: int) -> None:
-        self._n_layers, self._taken = n_layers, 0
-        self._memory: Tensor | None = None
-
-    def take(self, z: Float[Tensor, "1 rows n_heads d_head"], d_model: int) -> Tensor | None:
-        """``[n_heads, rows, d_model]`` for the next layer; None with gradients, or where it is of another shape.
-
-        Args:
-            z: what its output projection reads.
-            d_model: the width of what it writes.
-        """
-        _, rows, heads, _ = z.shape
-        if self._memory is None:
-            self._memory = z.new_empty(self._n_layers * heads, rows, d_model)
-        memory, start = self._memory, self._taken
-        fits = memory.shape[1:] == (rows, d_model) and memory.dtype == z.dtype and memory.device == z.device
-        if torch.is_grad_enabled() or not fits or start + heads > len(memory):
+    if torch.is_grad_enabled():
+        return None
+    products: list[tuple[Tensor, Tensor]] = []
+    for layer, read in z.items():
+        weight = weight_in_out(cache.module_of_the_run(f"blocks.{layer}.attn.hook_z"))
+        if weight is None or weight.dtype != read.dtype or weight.device != read.device:
             return None
-        self._taken += heads
-        return memory[start : self._taken]
-
-    def whole(self, parts: Sequence[Tensor]) -> Tensor | None:
-        """The parts in one tensor, where they are all that stands here, in turn; else None.
-
-        Args:
-            parts: ``[n_heads, *batch_pos, d_model]``, alike but for the first axis.
-        """
-        memory = self._memory
-        at = 0 if memory is None else memory.data_ptr()
-        for part in parts:
-            if memory is None or part.data_ptr() != at or not part.is_contiguous():
-                return None
-            at += part.numel() * part.element_size()
-        if memory is None or at != memory.data_ptr() + memory.numel() * memory.element_size():
+        if _factor(cache.model, layer, "attn") != 1:
             return None
-        return memory.view(-1, *parts[0].shape[1:])
+        heads = read.reshape(-1, *read.shape[-2:]).transpose(0, 1)
+        products.append((heads, weight.view(*read.shape[-2:], -1)))
+    first, weight = products[0]
+    if any(x.shape != first.shape or w.shape != weight.shape or x.dtype != first.dtype for x, w in products):
+        return None
+    made = first.new_empty(len(products), *first.shape[:2], weight.shape[-1])
+    for (x, w), out in zip(products, made.unbind(), strict=True):
+        torch.bmm(x, w, out=out)
+    *batch_pos, _, _ = next(iter(z.values())).shape
+    return made.view(-1, *batch_pos, weight.shape[-1])
 
 
 def results_of_heads(
-    cache: Activations, layer: int, pos_slice: Index = None, room: Room | None = None
+    cache: Activations, layer: int, pos_slice: Index = None
 ) -> Float[Tensor, "*batch_pos n_heads d_model"]:
     """What each head of a layer writes, without the output bias: the cached `hook_result`, or computed from `hook_z`.
 
@@ -81,7 +84,6 @@ def results_of_heads(
         cache: an `ActivationCache`.
         layer: the block.
         pos_slice: which positions.
-        room: memory for the results of this layer and others.
 
     Raises:
         MissingActivationsError: neither is cached.
@@ -98,11 +100,11 @@ def results_of_heads(
     if name in cache:
         return pick(cache[name], pos_slice, -3)
     (z,) = require(cache, [f"blocks.{layer}.attn.hook_z"])
-    return written_by_heads(cache, layer, pick(z, pos_slice, -3), room)
+    return written_by_heads(cache, layer, pick(z, pos_slice, -3))
 
 
 def written_by_heads(
-    cache: Activations, layer: int, z: Float[Tensor, "*any n_heads d_head"], room: Room | None = None
+    cache: Activations, layer: int, z: Float[Tensor, "*any n_heads d_head"]
 ) -> Float[Tensor, "*any n_heads d_model"]:
     """What each head of a layer writes for a `hook_z` that is given, without the output bias.
 
@@ -110,7 +112,6 @@ def written_by_heads(
         cache: an `ActivationCache`.
         layer: the block.
         z: what the output projection reads.
-        room: memory for the results of this layer and others.
 
     Raises:
         ValueError: the output projection has other weights now than in the run.
@@ -127,8 +128,7 @@ def written_by_heads(
     rows = _to_module(z, module).reshape(1, -1, *z.shape[-2:])
     factor = _factor(cache.model, layer, "attn")
     with gradients_of(z):
-        out = None if room is None or factor != 1 else room.take(rows, cache.model.cfg.d_model)
-        results = head_results(module, rows, out).reshape(*z.shape[:-1], -1).to(z.device)
+        results = head_results(module, rows).reshape(*z.shape[:-1], -1).to(z.device)
     return results if factor == 1 else results * factor
 
 

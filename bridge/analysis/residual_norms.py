@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 from adapters.architecture import Architecture, Step, feeds_forward
 from adapters.norms import NormKind, at_least_float32, normalized
 from adapters.paths import module_at
+from adapters.points import Point
 from adapters.views import Composed, Copied, linearly, transformed
 from bridge.analysis.requirements import AnalysedModel
 
@@ -106,11 +105,24 @@ def norm_of(model: AnalysedModel, name: str) -> StreamNorm | None:
     hook = model.hook_dict.get(f"{name}.hook_scale")
     if hook is None:
         return None
-    view: Any = hook.point.view
+    return StreamNorm(name, _computing(hook.point).kind, module_at(model.original_model, path_of_norm(hook.point)))
+
+
+def path_of_norm(scale: Point) -> str:
+    """Where the module of a norm is.
+
+    Args:
+        scale: the point of its scale.
+    """
+    return (scale.sources[0] if _computing(scale).shared else scale.site).path
+
+
+def _computing(scale: Point) -> Any:
+    """The view that computes a norm's scale."""
+    view: Any = scale.view
     while isinstance(view, Composed | Copied):
         view = view.inner
-    site = hook.point.sources[0] if view.shared else hook.point.site
-    return StreamNorm(name, view.kind, module_at(model.original_model, site.path))
+    return view
 
 
 @dataclass(frozen=True)
@@ -209,12 +221,14 @@ def _why_unknown(architecture: Architecture) -> str:
     return architecture.readout.unknown if final is None else ""
 
 
-@contextmanager
-def gradients_of(x: Tensor) -> Iterator[None]:
+def gradients_of(x: Tensor) -> torch.set_grad_enabled:
     """Records gradients only where the activation has some: a recorded run's results do not hang on the weights.
 
     Args:
         x: the activation.
+
+    Returns:
+        What a ``with`` statement takes.
 
     Example:
         >>> import torch
@@ -223,5 +237,4 @@ def gradients_of(x: Tensor) -> Iterator[None]:
         ...     (torch.ones(2, requires_grad=True) * 2).requires_grad
         False
     """
-    with torch.set_grad_enabled(torch.is_grad_enabled() and x.requires_grad):
-        yield
+    return torch.set_grad_enabled(torch.is_grad_enabled() and x.requires_grad)

@@ -50,7 +50,9 @@ class Compilable(Protocol):
     """A program, as it is compiled."""
 
     lowered: Lowered
-    run_lowered: Run
+
+    def run_lowered(self, input_ids: Tensor | None, inputs: Mapping[str, Tensor], given: Kwargs) -> Kwargs:
+        """The run itself."""
 
     @property
     def core(self) -> PreTrainedModel:
@@ -225,7 +227,7 @@ def kind_of_program(lowered: Lowered) -> Hashable:
 def _kind_of_hook(hook: object) -> Hashable:
     """A torch hook of the user's as such, and one of a program by its site."""
     site = getattr(hook, "__self__", None)
-    return site.site if isinstance(site, LoweredSite) else hook
+    return (site.site,) if isinstance(site, LoweredSite) else (hook,)
 
 
 def _kind(fn: object) -> Hashable:
@@ -254,4 +256,5 @@ def _value(value: object) -> Hashable:
         return tuple(map(_value, value))
     if isinstance(value, int | str | slice | None):
         return repr(value)
-    return value.__code__ if isinstance(value, types.FunctionType) else type(value)
+    kind: Hashable = value.__code__ if isinstance(value, types.FunctionType) else type(value)
+    return kind

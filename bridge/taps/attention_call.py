@@ -116,7 +116,7 @@ class AttentionCall:
         if self.causal:
             return causal_mask(query, self.key, self.chosen)
         mask = self.mask
-        if mask is not None and mask.ndim == 4 and mask.shape[1] not in (1, self.n_heads):  # packed as the queries
+        if mask is not None and mask.ndim == 4 and mask.shape[2] not in (1, query.shape[2]):  # packed as the queries
             mask = mask.reshape(mask.shape[0], self.n_heads, -1, mask.shape[-1])
         return mask if mask is None else of_queries(mask, self.chosen)
 

@@ -25,14 +25,17 @@ class DeferredAttention(Deferred):
         attention: the call of the kernel.
         channel: ``scores`` or ``pattern``.
         call: as the view sees it.
+        seen: the versions of what it is computed from.
         waits: it can be computed after the run, whose precision `torch.autocast` did not choose.
     """
 
     __slots__ = ("_waits", "attention", "channel")
 
-    def __init__(self, view: View, attention: AttentionCall, channel: str, call: Call, waits: bool = True) -> None:
+    def __init__(
+        self, view: View, attention: AttentionCall, channel: str, call: Call, seen: tuple[int, ...], waits: bool
+    ) -> None:
         self.view, self.x, self.attention, self.channel, self.call = view, attention.query, attention, channel, call
-        self._seen, self._waits = attention.versions(), waits
+        self._seen, self._waits = seen, waits
 
     @property
     def n_rows(self) -> int:
