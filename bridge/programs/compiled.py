@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo_config
+from torch._dynamo import mark_static, maybe_mark_dynamic
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.fx.experimental import _config as shapes_config
 from transformers import PreTrainedModel
@@ -50,7 +51,9 @@ class Compilable(Protocol):
     """A program, as it is compiled."""
 
     lowered: Lowered
-    run_lowered: Run
+
+    def run_lowered(self, input_ids: Tensor | None, inputs: Mapping[str, Tensor], given: Kwargs) -> Kwargs:
+        """The run itself."""
 
     @property
     def core(self) -> PreTrainedModel:
@@ -163,9 +166,9 @@ def _marked(x: Tensor, axes: Collection[int]) -> Tensor:
     x = x.view_as(x)  # marks are attributes, and the tensor is the user's
     for axis, size in enumerate(x.shape):
         if axis in axes:
-            torch._dynamo.maybe_mark_dynamic(x, axis)
+            maybe_mark_dynamic(x, axis)
         elif size == 1:
-            torch._dynamo.mark_static(x, axis)
+            mark_static(x, axis)
     return x
 
 
@@ -225,7 +228,7 @@ def kind_of_program(lowered: Lowered) -> Hashable:
 def _kind_of_hook(hook: object) -> Hashable:
     """A torch hook of the user's as such, and one of a program by its site."""
     site = getattr(hook, "__self__", None)
-    return site.site if isinstance(site, LoweredSite) else hook
+    return (site.site,) if isinstance(site, LoweredSite) else (hook,)
 
 
 def _kind(fn: object) -> Hashable:
@@ -245,7 +248,7 @@ def _kind(fn: object) -> Hashable:
         cells = [cell.cell_contents for cell in fn.__closure__ or ()]
         kept = [*cells, *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
         return (fn.__code__, tuple(map(_value, kept)))
-    return type(fn)
+    return (type(fn),)
 
 
 def _value(value: object) -> Hashable:
@@ -254,4 +257,4 @@ def _value(value: object) -> Hashable:
         return tuple(map(_value, value))
     if isinstance(value, int | str | slice | None):
         return repr(value)
-    return value.__code__ if isinstance(value, types.FunctionType) else type(value)
+    return value.__code__ if isinstance(value, types.FunctionType) else (type(value),)
