@@ -18,30 +18,10 @@ if TYPE_CHECKING:
     from adapters.proofs.verification import verify
 
 __all__ = [
-    "MLP",
-    "Architecture",
-    "Attention",
-    "Block",
-    "Declaration",
-    "DeclarationError",
-    "Embedding",
-    "Head",
-    "Mixer",
-    "MoE",
-    "ModelMap",
-    "Norm",
-    "Projection",
-    "Readout",
-    "Report",
-    "Stack",
-    "Step",
-    "UnsupportedModelError",
-    "Weights",
-    "map_model",
-    "register",
-    "supported",
-    "verify",
-]
+    "MLP", "Architecture", "Attention", "Block", "Declaration", "DeclarationError", "Embedding", "Head", "Mixer",
+    "MoE", "ModelMap", "Norm", "Projection", "Readout", "Report", "Stack", "Step", "UnsupportedModelError", "Weights",
+    "map_model", "register", "supported", "verify",
+]  # fmt: skip
 
 __getattr__, __dir__ = lazily(
     __name__,

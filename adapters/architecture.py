@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, field, is_dataclass, replace
+from functools import partial
+from typing import Literal, get_args, get_type_hints
 
 from torch import nn
 
@@ -12,12 +13,12 @@ from adapters.attention import Attention
 from adapters.block import Block, Mix, NamedStep, Part, Step, feeds_forward
 from adapters.norms import Norm, NormKind
 from adapters.paths import join, members_of, module_at
-from adapters.stream_ends import Embedding, Head, Readout
+from adapters.stream_ends import Embedding, Head, Positions, Readout
 from adapters.views import PositionsFirst, SeveralStreams, View
 
 __all__ = (
     "Architecture", "Block", "Embedding", "Head", "Mix", "NamedStep", "Part", "Readout", "Stack", "Step",
-    "feeds_forward", "language_part",
+    "feeds_forward", "language_part", "vocabulary",
 )  # fmt: skip
 
 
@@ -44,7 +45,8 @@ class Stack:
         stream_view: how what blocks are given shows the stream: `SeveralStreams`, where they carry several, ``[batch,
             pos, n_streams, d_model]``, or side by side, ``[batch, pos, (n_streams d_model)]``; `PositionsFirst`, where
             they, and the embeddings before them, are given ``[pos, batch, ...]`` (XLNet). None: as it is.
-        collapse: the module that makes one of several streams behind the last block.
+        collapse: what makes one of several behind the last block, for the final norm to read: of several streams, a
+            module; of several positions, the mean over these (CLIP).
         changed_in_place: modules whose ``input`` or ``output`` the model writes over afterwards, so that a copy is
             shown: of the blocks (``*.mlp``), and of what runs before them (``wte``).
     """
@@ -59,7 +61,7 @@ class Stack:
     members: tuple[str, ...] = ()
     block_inputs: Mapping[int, tuple[tuple[str, float], ...]] = field(default_factory=dict)
     stream_view: View | None = None
-    collapse: str | None = None
+    collapse: str | Positions | None = None
     changed_in_place: tuple[tuple[str, Literal["input", "output"]], ...] = ()
 
     def place_of(self, index: int) -> str:
@@ -76,15 +78,17 @@ class Stack:
             return [module_at(base, self.place_of(index)) for index in range(len(self.members))]
         return members_of(base.get_submodule(self.path))
 
-    @property
-    def changed_before(self) -> set[tuple[str, Literal["input", "output"]]]:
-        """What the model writes over of the modules that run before the blocks."""
-        return {(path, kind) for path, kind in self.changed_in_place if path.partition(".")[0] != "*"}
+    def changed_below(self, path: str, *, in_blocks: bool) -> set[tuple[str, Literal["input", "output"]]]:
+        """What the model writes over of the modules in a block, or of those that run before the blocks.
 
-    @property
-    def changed_inside(self) -> set[tuple[str, Literal["input", "output"]]]:
-        """What it writes over of the modules in each block, relative to that."""
-        return {(path[2:], kind) for path, kind in self.changed_in_place if path.partition(".")[0] == "*"}
+        Args:
+            path: of the block, or of the base model.
+            in_blocks: which of the two.
+        """
+        found = (
+            (at[2:] if in_blocks else at, kind) for at, kind in self.changed_in_place if (at[:1] == "*") == in_blocks
+        )
+        return {(join(path, at), kind) for at, kind in found}
 
     @property
     def shares_modules(self) -> bool:
@@ -124,6 +128,11 @@ class Stack:
     def key_pos(self) -> str:
         """The axis of its positions as keys."""
         return self.pos.removesuffix("pos") + "key_pos"
+
+    @property
+    def pooled(self) -> Positions | None:
+        """The positions whose mean the final norm reads; None: it reads each."""
+        return self.collapse if isinstance(self.collapse, tuple) else None
 
     @property
     def keeps_its_stream(self) -> bool:
@@ -177,6 +186,11 @@ class Architecture:
         return self.stack.embedding
 
     @property
+    def pooled(self) -> Positions | None:
+        """The positions whose mean is read for logits; None: each position has logits."""
+        return self.stack.pooled or self.readout.pooled
+
+    @property
     def norm_kind(self) -> NormKind | None:
         """What the first norm of the blocks computes, None where they have none."""
         return next((norm.kind for block in self.stack.every_block for norm in block.norms), None)
@@ -211,7 +225,7 @@ class Architecture:
                     f"{head.linear.removeprefix('.')} and an activation function stand between its residual stream and "
                     "its logits: these are no sum over the stream's terms"
                 )
-        if self.readout.pools_stream:
+        if self.stack.pooled:
             return "its final norm reads one vector of each text or image, not the positions of its residual stream"
         if self.readout.unknown:
             return f"how its logits are made of its residual stream is not known: {self.readout.unknown}"
@@ -249,6 +263,22 @@ class Architecture:
             yield from block.steps
 
 
+def vocabulary() -> list[type]:
+    """The dataclasses that a declaration is made of, found by the types of their fields."""
+    found: list[type] = []
+
+    def walk(hint: object) -> None:
+        if isinstance(hint, type) and is_dataclass(hint) and hint not in found:
+            found.append(hint)
+            for inner in get_type_hints(hint).values():
+                walk(inner)
+        for inner in get_args(hint):
+            walk(inner)
+
+    walk(Architecture)
+    return found
+
+
 def language_part(text: Architecture, path: str) -> Architecture:
     """A text model's declaration for a model of images and text that holds the text model's base, with its own head.
 
@@ -260,7 +290,7 @@ def language_part(text: Architecture, path: str) -> Architecture:
     inside = replace(
         stack,
         path=join(path, stack.path),
-        embedding=stack.embedding.below(path),
+        embedding=stack.embedding.moved(partial(join, path)),
         final_norm=final and (final if final.kind.function else replace(final, path=join(path, final.path))),
         changed_in_place=tuple((at if at[:1] == "*" else join(path, at), kind) for at, kind in stack.changed_in_place),
     )

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensor
 from adapters.linear import bias_of, head_results, project_per_head
 from adapters.norms import Norm, norm_points
 from adapters.paths import join, module_path
-from adapters.points import LinkedPoint, PointList, Site
+from adapters.points import LinkedPoint, PointList, Site, SiteKind
 from adapters.views import (
     Affine,
     Biased,
@@ -69,7 +69,11 @@ class PerHeadInput(Derived):
         read = norm.forward(entered)
         for _, shift in call.sources[1:]:
             read = read + shift
-        if read.shape == call.input.shape and not torch.equal(read, call.input):
+        if read.shape != call.input.shape:
+            return
+        # What is written back as it was read differs by rounding: by a few last digits of a position's vector.
+        apart, length = (read - call.input).norm(dim=-1), read.norm(dim=-1)
+        if not (apart <= 4 * torch.finfo(read.dtype).eps * length).all():
             raise RuntimeError(
                 "in one run a hook changes the norm before attention (its hook_scale, hook_normalized or hook_out), "
                 "and another gives heads inputs of their own (hook_attn_in, hook_q_input, hook_k_input, hook_v_input), "
@@ -204,7 +208,8 @@ class Attention:
         cross: keys and values are made from an encoder's output.
         z_transform: what stands between ``pattern @ v`` and `hook_z`: a `Gate`, a `SinkGate`, an `AddedOutput`, a
             `Norm`, or an `Affine` with a factor.
-        clip: queries, keys and values are clamped to this behind their projections, which the hook points stand on.
+        clamp: the bound that queries, keys and values are clamped to, and where: behind their projections (``made``),
+            which the hook points stand on, or queries and keys behind their norms (``normed``).
         score_bias_modules: something that queries alone, keys alone, or places alone make is added to the product of
             queries and keys (relative positions, as in DeBERTa and MPNet): the modules inside that make it, relative to
             the attention module; none, where others do. None: nothing is added, but for a `position_bias` or ALiBi.
@@ -227,7 +232,7 @@ class Attention:
     core: str = ""
     cross: bool = False
     z_transform: ZTransform | None = None
-    clip: float | None = None
+    clamp: tuple[float, Literal["made", "normed"]] | None = None
     score_bias_modules: tuple[str, ...] | None = None
     auxiliary_modules: tuple[tuple[str, str], ...] = ()
     config_values: Mapping[str, object] = field(default_factory=dict, hash=False)
@@ -241,6 +246,23 @@ class Attention:
     def qk_norms(self) -> tuple[Norm, ...]:
         """The norms of queries and keys."""
         return tuple(each.norm for each in (self.q, self.k) if each.norm)
+
+    @property
+    def clip(self) -> float | None:
+        """The bound of its clamp."""
+        return self.clamp and self.clamp[0]
+
+    @property
+    def clips_normed(self) -> bool:
+        """Queries and keys are clamped behind their norms, and not before."""
+        return self.clamp is not None and self.clamp[1] == "normed"
+
+    @property
+    def submodules(self) -> dict[str, str]:
+        """The layers and norms that play its parts, relative to `path`, by what they do."""
+        named = {"queries": self.q, "keys": self.k, "values": self.v}
+        made = {f"{what} made": each.path for what, each in named.items()} | {"its output made": self.o}
+        return made | {f"{what} normed": each.norm.path for what, each in named.items() if each.norm}
 
     @property
     def from_latents(self) -> bool:
@@ -292,22 +314,11 @@ def _pattern_view(scores: View) -> View:
     return SinkPattern(scores.sinks) if isinstance(scores, SinkScores) else View()
 
 
-def attention_points(
-    points: PointList,
-    name: str,
-    part: Attention,
-    module: str,
-    n_heads: int,
-    n_kv_heads: int,
-    *,
-    key_pos: str = "key_pos",
-    norm: Site | None = None,
-    shift: Site | None = None,
-    factor: float | None = 1.0,
-) -> None:
+@dataclass(frozen=True)
+class AttentionPoints:
     """Adds the points of one attention module, but for its output.
 
-    Args:
+    Attributes:
         points: what they are added to; its prefix is the block's.
         name: of the part: ``attn``, ``cross_attn``.
         part: the declaration.
@@ -319,115 +330,135 @@ def attention_points(
         factor: what its result is multiplied with before it is added to the stream; None: no constant, so that what
             each head adds is not shown.
     """
-    pos = points.pos
-    n_heads, n_kv_heads = part.own("n_heads", n_heads), part.own("n_key_value_heads", n_kv_heads)
-    inner = points.inside(name)
-    own = "" if name == "attn" else f"{name}_"
-    letters = {
-        letter: (projection, projection.view or Heads(heads), heads)
-        for letter, projection, heads in (("q", part.q, n_heads), ("k", part.k, n_kv_heads), ("v", part.v, n_kv_heads))
-    }
-    if not part.cross:  # query, key and value read the same stream: each head can be given its own
-        if norm is not None and not part.from_latents:
-            _add_every_head_input(points, name, own, norm, n_heads, n_kv_heads, part.heads("q"))
-        for letter, (projection, view, heads) in letters.items():
+
+    points: PointList
+    name: str
+    part: Attention
+    module: str
+    n_heads: int
+    n_kv_heads: int
+    key_pos: str
+    norm: Site | None
+    shift: Site | None
+    factor: float | None
+
+    def add(self) -> None:
+        """Adds them, in the order of the computation."""
+        if not self.part.cross:  # query, key and value read the same stream: each head can be given its own
+            self._add_inputs("" if self.name == "attn" else f"{self.name}_")
+        self._add_projections()
+        if self.part.scores is not None:
+            self._add_product(self.part.scores)
+        self._add_others()
+        self._add_results()
+
+    def _site(self, path: str, kind: SiteKind = "output", key: str | None = None) -> Site:
+        return Site(join(self.module, path), kind, key)
+
+    def _n_heads(self, letter: str) -> int:
+        return self.n_heads if letter == "q" else self.n_kv_heads
+
+    def _add_inputs(self, own: str) -> None:
+        """What each head reads of the stream."""
+        if self.norm is not None and not self.part.from_latents:
+            self._add_every_head_input(self.norm, own)
+        for letter, projection in self.part.projections.items():
             if projection.latent is not None:
                 continue
-            points.add(
+            n_heads = self._n_heads(letter)
+            self.points.add(
                 f"hook_{own}{letter}_input",
-                Site(join(module, projection.path), "output"),
-                PerHeadInput(view, heads),
-                f"batch {pos} {part.heads(letter)} d_model",
+                self._site(projection.path),
+                PerHeadInput(projection.view or Heads(n_heads), n_heads),
+                f"batch {self.points.pos} {self.part.heads(letter)} d_model",
                 group="heavy",
                 flag="use_split_qkv_input",
-                sources=tuple(site for site in (norm, shift if letter != "v" else None) if site),
-                aliases=(f"{name}.hook_{letter}_input",),
+                sources=tuple(site for site in (self.norm, self.shift if letter != "v" else None) if site),
+                aliases=(f"{self.name}.hook_{letter}_input",),
             )
-    for name_of, latent in (("q", part.q.latent), ("kv", part.k.latent)):
-        if latent:
-            inner.add(
-                f"hook_{name_of}_latent", Site(join(module, latent), "output"), axes=f"batch {pos} d_{name_of}_latent"
-            )
-    fused = len({projection.path for projection, _, _ in letters.values()}) < 3
-    for letter, (projection, view, _) in letters.items():
-        own_pos = key_pos if part.cross and letter != "q" else pos
-        site = Site(join(module, projection.path), "output")
-        axes = f"batch {own_pos} {part.heads(letter)} {part.width(letter)}"
-        shown: View = view
-        sources: tuple[Site, ...] = ()
-        if bias := projection.bias:
-            holder, _, name = bias.rpartition(".")
-            shown, sources = Biased(view, name), (Site(join(module, holder), "input"),)
-        inner.add(f"hook_{letter}", site, shown, axes, aliases=(f"{letter}.hook_out",), sources=sources)
-        if not fused and projection.latent is None:
-            entered = Site(site.path, "input")
-            inner.add(f"{letter}.hook_in", entered, Branch(), f"batch {own_pos} d_model", group="extra")
-    if part.scores is not None:
-        core = join(module, part.core)
-        if part.shows_rotated:
-            for letter, own_pos in (("q", pos), ("k", key_pos)):
-                axes = f"batch {own_pos} {part.heads(letter)} {part.width('q')}"
-                heads = n_heads if letter == "q" else n_kv_heads
-                inner.add(f"hook_rot_{letter}", Site(core, "attention", letter), HeadsFirst(), axes, n_heads=heads)
-        square = f"batch {part.heads('q')} {pos} {key_pos}"
-        pattern = _pattern_view(part.scores)
-        inner.add("hook_attn_scores", Site(core, "attention", "scores"), part.scores, square, n_heads=n_heads)
-        inner.add("hook_pattern", Site(core, "attention", "pattern"), pattern, square, n_heads=n_heads)
-    for path in part.score_bias_modules or ():
-        made = module_path(path).rpartition(".")[2]
-        inner.add(f"{made}.hook_places", Site(join(module, path), "output"), axes=f"one places d_{made}", group="extra")
-    for path, axes in part.auxiliary_modules:
-        named = " ".join(pos if axis == "pos" else axis for axis in axes.split())
-        inner.add(f"{module_path(path)}.hook_out", Site(join(module, path), "output"), axes=named, group="extra")
-    if isinstance(part.z_transform, AddedOutput):
-        axes = f"batch {part.heads('q')} {pos} {part.width('v')}"
-        inner.add("hook_branch", Site(join(module, part.z_transform.path), "output"), axes=axes, group="extra")
-    if part.gate:
-        gate = Site(join(module, part.gate.path), "output")
-        inner.add(
-            "hook_gate", gate, part.gate.view or Heads(n_heads), f"batch {pos} {part.heads('q')} d_gate", group="extra"
-        )
-    output = join(module, part.o)
-    z_axes = f"batch {pos} {part.heads('q')} {part.width('v')}"
-    inner.add("hook_z", Site(output, "input"), Heads(n_heads), z_axes, aliases=("o.hook_in",))
-    if factor is not None:
-        inner.add(
-            "hook_result",
-            Site(output, "output"),
-            HeadResults(n_heads, factor),
-            f"batch {pos} {part.heads('q')} d_model",
+
+    def _add_every_head_input(self, norm: Site, own: str) -> None:
+        def by_group(value: Tensor) -> Tensor:
+            # A key head serves several query heads: it reads the mean of their inputs (all equal unless edited).
+            if self.n_heads == self.n_kv_heads:
+                return value
+            return reduce(value, "b p (kv group) d -> b p kv d", "mean", kv=self.n_kv_heads)
+
+        inputs = {letter: join(self.points.prefix, f"hook_{own}{letter}_input") for letter in "qkv"}
+        self.points.add(
+            f"hook_{own}attn_in",
+            Site(norm.path, "output"),
+            EveryHeadInput(self.n_heads),
+            f"batch {self.points.pos} {self.part.heads('q')} d_model",
             group="heavy",
-            flag="use_attn_result",
+            flag="use_attn_in",
+            aliases=(f"{self.name}.hook_attn_in",),
+            linked=(
+                LinkedPoint(inputs["q"], lambda value: value),
+                LinkedPoint(inputs["k"], by_group),
+                LinkedPoint(inputs["v"], by_group),
+            ),
         )
 
+    def _add_projections(self) -> None:
+        """Queries, keys and values, and the latents that they are made from."""
+        part, inner, pos = self.part, self.points.inside(self.name), self.points.pos
+        for name, latent in (("q", part.q.latent), ("kv", part.k.latent)):
+            if latent:
+                inner.add(f"hook_{name}_latent", self._site(latent), axes=f"batch {pos} d_{name}_latent")
+        fused = len({projection.path for projection in part.projections.values()}) < 3
+        for letter, projection in part.projections.items():
+            own_pos = self.key_pos if part.cross and letter != "q" else pos
+            axes = f"batch {own_pos} {part.heads(letter)} {part.width(letter)}"
+            view, sources = projection.view or Heads(self._n_heads(letter)), tuple[Site, ...]()
+            if projection.bias:
+                holder, _, parameter = projection.bias.rpartition(".")
+                view, sources = Biased(view, parameter), (self._site(holder, "input"),)
+            site, aliases = self._site(projection.path), (f"{letter}.hook_out",)
+            inner.add(f"hook_{letter}", site, view, axes, aliases=aliases, sources=sources)
+            if not fused and projection.latent is None:
+                entered = Site(site.path, "input")
+                inner.add(f"{letter}.hook_in", entered, Branch(), f"batch {own_pos} d_model", group="extra")
 
-def _add_every_head_input(
-    points: PointList, name: str, own: str, norm: Site, n_heads: int, n_kv_heads: int, axis: str
-) -> None:
-    group_size = n_heads // n_kv_heads
+    def _add_product(self, scores: View) -> None:
+        """What meets in the product of queries and keys, the scores, and the pattern."""
+        part, inner, pos = self.part, self.points.inside(self.name), self.points.pos
+        for letter, own_pos in (("q", pos), ("k", self.key_pos)) if part.shows_rotated else ():
+            axes = f"batch {own_pos} {part.heads(letter)} {part.width('q')}"
+            site = self._site(part.core, "attention", letter)
+            inner.add(f"hook_rot_{letter}", site, HeadsFirst(), axes, n_heads=self._n_heads(letter))
+        square = f"batch {part.heads('q')} {pos} {self.key_pos}"
+        for name, key, view in (("attn_scores", "scores", scores), ("pattern", "pattern", _pattern_view(scores))):
+            inner.add(f"hook_{name}", self._site(part.core, "attention", key), view, square, n_heads=self.n_heads)
 
-    def by_group(value: Tensor) -> Tensor:
-        # A key head serves several query heads: it reads the mean of their inputs (all equal unless edited).
-        return value if group_size == 1 else reduce(value, "b p (kv group) d -> b p kv d", "mean", kv=n_kv_heads)
+    def _add_others(self) -> None:
+        """What else is made inside of it: biases of scores, auxiliary modules, what stands between pattern and `z`."""
+        part, inner, pos = self.part, self.points.inside(self.name), self.points.pos
+        for path in part.score_bias_modules or ():
+            made = module_path(path).rpartition(".")[2]
+            inner.add(f"{made}.hook_places", self._site(path), axes=f"one places d_{made}", group="extra")
+        for path, axes in part.auxiliary_modules:
+            named = " ".join(pos if axis == "pos" else axis for axis in axes.split())
+            inner.add(f"{module_path(path)}.hook_out", self._site(path), axes=named, group="extra")
+        if isinstance(part.z_transform, AddedOutput):
+            axes = f"batch {part.heads('q')} {pos} {part.width('v')}"
+            inner.add("hook_branch", self._site(part.z_transform.path), axes=axes, group="extra")
+        if part.gate:
+            view, axes = part.gate.view or Heads(self.n_heads), f"batch {pos} {part.heads('q')} d_gate"
+            inner.add("hook_gate", self._site(part.gate.path), view, axes, group="extra")
 
-    convert: dict[str, Callable[[Tensor], Tensor]] = {"q": lambda value: value, "k": by_group, "v": by_group}
-    points.add(
-        f"hook_{own}attn_in",
-        Site(norm.path, "output"),
-        EveryHeadInput(n_heads),
-        f"batch {points.pos} {axis} d_model",
-        group="heavy",
-        flag="use_attn_in",
-        aliases=(f"{name}.hook_attn_in",),
-        linked=tuple(
-            LinkedPoint(join(points.prefix, f"hook_{own}{letter}_input"), function)
-            for letter, function in convert.items()
-        ),
-    )
+    def _add_results(self) -> None:
+        """`z`, and what each head adds."""
+        part, inner, heads = self.part, self.points.inside(self.name), f"batch {self.points.pos} {self.part.heads('q')}"
+        entered, axes = self._site(part.o, "input"), f"{heads} {part.width('v')}"
+        inner.add("hook_z", entered, Heads(self.n_heads), axes, aliases=("o.hook_in",))
+        if self.factor is not None:
+            view, site = HeadResults(self.n_heads, self.factor), self._site(part.o)
+            inner.add("hook_result", site, view, f"{heads} d_model", group="heavy", flag="use_attn_result")
 
 
 def qk_norm_points(points: PointList, part: Attention, module: str) -> None:
-    """Adds the points of the norms of queries and keys (arguments as for `attention_points`)."""
+    """Adds the points of the norms of queries and keys (arguments as for `AttentionPoints`)."""
     view = HeadsFirst() if part.norms_over == "heads first" else None
     for letter, projection in part.projections.items():
         if norm := projection.norm:

@@ -126,6 +126,11 @@ class Step:
             )
 
     @property
+    def norms(self) -> tuple[Norm, ...]:
+        """Those before the part, behind it and on the stream."""
+        return tuple(norm for norm in (self.pre, self.post, self.stream_norm) if norm)
+
+    @property
     def post(self) -> Norm | None:
         """The norm that its result goes through before it is added."""
         return next((link for link in self.result_chain if isinstance(link, Norm)), None)
@@ -253,8 +258,8 @@ class Block:
     @property
     def norms(self) -> tuple[Norm, ...]:
         """The norms of all its steps, not those of queries and keys."""
-        found = (norm for step in self.steps for norm in (step.pre, step.post, step.stream_norm))
-        return tuple(norm for norm in (self.norm, *found) if norm)
+        own = (self.norm,) if self.norm else ()
+        return (*own, *(norm for step in self.steps for norm in step.norms))
 
     @property
     def is_sum(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from adapters.architecture import Architecture, feeds_forward
+from adapters.architecture import Architecture, Block, feeds_forward
 from adapters.attention import Attention
 from adapters.config_fields import LoadedModelFields
 from adapters.feed_forward import MLP
@@ -136,11 +136,13 @@ class ModelConfig(LoadedModelFields):
     def _ties_now(self, core: nn.Module) -> bool:
         """Whether one tensor is embedding and unembedding; of models with several embeddings, what they say."""
         config = config_of(core)
+        if not self._vocabularies[0]:  # it reads no tokens
+            return False
         if config.is_encoder_decoder or not all(has_module(core, path) for path in self._vocabularies if path):
-            return _ties(config)
+            return _ties(config, core)
         both = [getattr(core.get_submodule(path), "weight", None) for path in self._vocabularies if path]
         if len(both) < 2 or not all(isinstance(each, Tensor) for each in both):
-            return _ties(config)
+            return _ties(config, core)
         return both[0] is both[1]
 
     def _parameters(self) -> Iterator[nn.Parameter]:
@@ -268,7 +270,7 @@ def model_config(architecture: Architecture, model: nn.Module, root: nn.Module) 
         "final_rms": stack.final_norm is not None and not stack.final_norm.kind.centered,
         "post_embedding_ln": architecture.embedding.norm is not None and architecture.embedding.norm_of_sum is None,
         "output_logits_soft_cap": architecture.readout.soft_cap or -1.0,
-        "tie_word_embeddings": _ties(hf),
+        "tie_word_embeddings": bool(embed) and _ties(hf),
         "default_prepend_bos": True,
         **_of_the_steps(architecture, layers),
     }
@@ -286,7 +288,9 @@ def model_config(architecture: Architecture, model: nn.Module, root: nn.Module) 
     return ModelConfig(**values, _model=model, _vocabularies=vocabularies)
 
 
-def _ties(hf: PreTrainedConfig) -> bool:
+def _ties(hf: PreTrainedConfig, core: nn.Module | None = None) -> bool:
+    if getattr(core, "all_tied_weights_keys", None) == {}:  # transformers' own list of what it has tied
+        return False
     if hf.is_encoder_decoder and not hasattr(hf, "vocab_size"):  # of two models: the decoder's
         hf = hf.get_text_config(decoder=True)
     return bool(first(hf, "tie_word_embeddings"))
@@ -300,10 +304,6 @@ def _rows(module: nn.Module) -> int | None:
 
 def _of_the_steps(architecture: Architecture, layers: list[nn.Module]) -> dict[str, object]:
     """The fields that the steps of the blocks say."""
-    steps = list(architecture.steps())
-    parts = [step.part for step in steps]
-    attentions = [part for part in parts if isinstance(part, Attention)]
-    feed_forward = [part for part in parts if feeds_forward(part)]
     eps = None
     for layer, module in enumerate(layers):
         norms = architecture.stack.block_at(layer).norms
@@ -311,14 +311,24 @@ def _of_the_steps(architecture: Architecture, layers: list[nn.Module]) -> dict[s
             eps = norms[0].kind.epsilon(module_at(module, norms[0].path))
             break
     kind = architecture.norm_kind
+    said = forms_of(architecture.stack.every_block)
+    return {"normalization_type": kind.name if kind else None, "eps": eps, "d_mlp": None, **said}
+
+
+def forms_of(blocks: Sequence[Block]) -> dict[str, bool]:
+    """What the steps of blocks say of their form, by the names of the fields.
+
+    Args:
+        blocks: the declarations.
+    """
+    steps = [step for block in blocks for step in block.steps]
+    parts = [step.part for step in steps]
+    feeds = [part for part in parts if feeds_forward(part)]
     return {
-        "normalization_type": kind.name if kind else None,
-        "eps": eps,
-        "d_mlp": None,
-        "attn_only": not feed_forward and not any(isinstance(part, Mixer) and part.mixes for part in parts),
-        "parallel_attn_mlp": any(block.has_parallel_mlp for block in architecture.stack.every_block),
-        "gated_mlp": any(isinstance(part, MLP) and part.gate is not None for part in feed_forward),
-        "use_qk_norm": any(part.qk_norms for part in attentions),
+        "attn_only": not feeds and not any(isinstance(part, Mixer) and part.mixes for part in parts),
+        "parallel_attn_mlp": any(block.has_parallel_mlp for block in blocks),
+        "gated_mlp": any(isinstance(part, MLP) and part.gate is not None for part in feeds),
+        "use_qk_norm": any(part.qk_norms for part in parts if isinstance(part, Attention)),
         "use_normalization_before_and_after": any(step.pre and step.post for step in steps),
     }
 

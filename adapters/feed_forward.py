@@ -42,6 +42,13 @@ class MLP:
     activation: str | None = None
     given: str | None = None
 
+    @property
+    def submodules(self) -> dict[str, str]:
+        """The layers and the norm that play its parts, relative to `path`, by what they do."""
+        gate = {"its gate made": self.gate.path} if self.gate else {}
+        norm = {"its neurons normed": self.ln.path} if self.ln else {}
+        return {**gate, "its neurons made": self.up.path, **norm, "its output made": self.down}
+
 
 #: What an element is of what a router returns.
 RouterElement = Literal["logits", "weights", "indices", "every weight", ""]
@@ -89,6 +96,17 @@ class MoE:
     shared_transform: tuple[Gate | Affine, ...] = ()
     layers: Layers | None = None
     flat: bool = False
+
+    @property
+    def submodules(self) -> dict[str, str]:
+        """What plays its parts, relative to `path`, by what it does."""
+        found = {"experts chosen": self.router, "experts kept": self.experts}
+        if self.shared_gate:
+            found["the shared expert's gate made"] = self.shared_gate.projection.path
+        shared = self.shared.submodules.items() if self.shared else ()
+        return found | {
+            f"of the shared expert, {what}": join(self.shared.path, at) for what, at in shared if self.shared
+        }
 
     @property
     def in_batches(self) -> bool:

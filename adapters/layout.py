@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from adapters.agreeing import Peers
 from adapters.gathering import Alike, Cut, Summed, SummedGradients
-from adapters.paths import core_path, module_at, module_path
+from adapters.paths import core_path, is_inside, module_at, module_path
 from adapters.points import Point, Site
 from adapters.views import View
 from adapters.views.heads import HeadsFirst
@@ -187,10 +187,10 @@ class Layout:
 
     def _layers(self, region: str) -> list[str]:
         """The layers in a module that give or take parts."""
-        return [path for path, style in self.styles.items() if _is_inside(path, region) and path in self.sizes]
+        return [path for path, style in self.styles.items() if is_inside(path, region) and path in self.sizes]
 
     def _styles_in(self, region: str) -> set[str]:
-        return {style for path, style in self.styles.items() if _is_inside(path, region)}
+        return {style for path, style in self.styles.items() if is_inside(path, region)}
 
     def _region(self, path: str) -> str | None:
         """The innermost module around another in which layers pass parts to each other."""
@@ -212,10 +212,6 @@ def _sees_heads_first(view: View) -> bool:
     if isinstance(view, Composed):
         return _sees_heads_first(view.inner) or _sees_heads_first(view.outer)
     return isinstance(view, HeadsFirst)
-
-
-def _is_inside(path: str, module: str) -> bool:
-    return path == module or path.startswith(module + ".")
 
 
 def refuse_context_parallel() -> None:
@@ -295,7 +291,7 @@ def _plan(core: nn.Module, config: Any) -> dict[str, str]:
     found = _named(core, "_tp_plan")
     if (getattr(config, "ep_size", None) or 1) > 1:
         experts = _named(core, "_ep_plan")
-        found = {path: style for path, style in found.items() if not any(_is_inside(path, e) for e in experts)}
+        found = {path: style for path, style in found.items() if not is_inside(path, *experts)}
         found |= experts
     return found
 

@@ -27,8 +27,10 @@ class NormKind:
         offset: what is added to the weight (1 for Gemma, whose weight is stored as its difference from one). None: it
             is a function that the model calls, without a module, a weight or a bias; `eps` says its epsilon.
         eps: its epsilon, where its module does not keep it (None: the module does).
-        gated: the module inside that is the norm, and the one whose sigmoid, of what it makes of the norm's output,
-            that is multiplied with (A.X K2): what is read is the product. None: there is no gate.
+        inside: what computes, where that is not the module itself: the norm, and what makes a gate, by the sigmoid of
+            which, made of the norm's output, that is multiplied (A.X K2), so that what is read is the product; or the
+            list of norms of which each head has one (StableLM 2), whose epsilon `eps` says. None: the module itself,
+            the same for all heads, or with a row of its weight for each.
 
     Raises:
         ValueError: a layer norm has a gate; or a function has no epsilon.
@@ -37,23 +39,28 @@ class NormKind:
     computes: Literal["layer", "rms", "nothing", "unknown"]
     offset: float | None = 0.0
     eps: float | None = None
-    gated: tuple[str, str] | None = None
+    inside: tuple[str, str] | str | None = None
 
     def __post_init__(self) -> None:
-        if self.gated and self.centered:
-            raise ValueError(f"gated={self.gated!r}: an RMS norm may have a gate, a layer norm has none")
+        if self.gate and self.centered:
+            raise ValueError(f"inside={self.inside!r}: an RMS norm may have a gate, a layer norm has none")
         if self.function and self.eps is None:
             raise ValueError("offset=None and eps=None: no module says the epsilon of a norm that is a function")
 
     @property
     def inner(self) -> str:
         """The module inside that is the norm; "": it is the module itself."""
-        return self.gated[0] if self.gated else ""
+        return self.inside[0] if isinstance(self.inside, tuple) else ""
 
     @property
     def gate(self) -> str:
         """The module inside that makes the gate; "" without one."""
-        return self.gated[1] if self.gated else ""
+        return self.inside[1] if isinstance(self.inside, tuple) else ""
+
+    @property
+    def of_each(self) -> str:
+        """The list of norms inside, of which each head has one; "": all have the same."""
+        return self.inside if isinstance(self.inside, str) else ""
 
     @property
     def centered(self) -> bool:
@@ -100,8 +107,22 @@ class NormKind:
 
     def weight(self, module: nn.Module) -> Tensor | None:
         """The factor the norm multiplies with, ``[d_model]``, or None where it has none."""
-        weight: Tensor | None = materialized(self.normalizer(module), "weight")
+        weight = self._parameter(module, "weight")
         return weight + self.offset if weight is not None and self.offset else weight
+
+    def bias(self, module: nn.Module) -> Tensor | None:
+        """What the norm adds, ``[d_model]``, or None where it adds nothing."""
+        return self._parameter(module, "bias")
+
+    def parts(self, module: nn.Module) -> list[nn.Module]:
+        """The norms of the heads, or the one norm."""
+        return list(module.get_submodule(self.of_each).children()) if self.of_each else [self.normalizer(module)]
+
+    def _parameter(self, module: nn.Module, name: str) -> Tensor | None:
+        held: list[Tensor | None] = [materialized(part, name) for part in self.parts(module)]
+        if not self.of_each:
+            return held[0]
+        return torch.stack([x for x in held if x is not None])[:, None] if held[0] is not None else None
 
     def epsilon(self, module: nn.Module) -> float:
         """The epsilon of a norm of this kind."""
@@ -202,9 +223,7 @@ class NormNormalized(_NormView):
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         if self.kind.centered:
             return new
-        module = self.norm(call)[0]
-        weight = self.kind.weight(module)
-        return self.kind.times_gate(module, new if weight is None else (new * weight).to(x.dtype))
+        return apply_weight_and_bias(self.kind, self.norm(call)[0], new, x.dtype)
 
 
 @dataclass(frozen=True, repr=False)
@@ -220,7 +239,9 @@ class NormalizedOutput(View):
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         weight = None if self.kind.centered else self.kind.weight(call.module)
-        return x if weight is None else (at_least_float32(x) / weight).to(x.dtype)
+        bias = None if self.kind.centered else self.kind.bias(call.module)
+        y = x if bias is None else at_least_float32(x) - bias
+        return y.to(x.dtype) if weight is None else (at_least_float32(y) / weight).to(x.dtype)
 
 
 def normalized(kind: NormKind, x: Tensor) -> Tensor:
@@ -238,7 +259,7 @@ def normalized(kind: NormKind, x: Tensor) -> Tensor:
 
 def apply_weight_and_bias(kind: NormKind, module: nn.Module, normalized: Tensor, dtype: torch.dtype) -> Tensor:
     """What the norm makes of a value that has been centred and divided by the scale."""
-    weight, bias = kind.weight(module), materialized(kind.normalizer(module), "bias")
+    weight, bias = kind.weight(module), kind.bias(module)
     if weight is not None:
         normalized = normalized * weight
     if bias is not None:

@@ -43,6 +43,11 @@ def join(*parts: str) -> str:
     return ".".join(part for part in parts if part)
 
 
+def is_inside(path: str, *modules: str) -> bool:
+    """Whether a path is that of one of these modules, or of something in one."""
+    return any(path == module or path.startswith(f"{module}.") for module in modules)
+
+
 def has_module(model: nn.Module, path: str) -> bool:
     """Whether there is a module at a path; at "", the model itself."""
     found: object = model

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +12,9 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from adapters.inputs.arguments import may_take
 from adapters.multihead import open_multihead
-from adapters.observe.calls import elements_of
+from adapters.observe.calls import ModuleCall, elements_of
 from adapters.observe.errors import WRONG, one_line
+from adapters.observe.recording import Recorder
 from adapters.paths import core_path
 from adapters.registry import UnsupportedModelError, declaring
 
@@ -146,22 +146,10 @@ def _ends(module: nn.Module) -> tuple[str, str | None]:
     if parameter is None or parameter.is_meta:
         raise UnsupportedModelError(f"{name} has no weights, and what plays which part is found in a run")
     tokens = torch.tensor([[1, 0]], device=parameter.device)
-    tables, outputs = list[str](), list[tuple[str, torch.Size]]()
-
-    def look(path: str, each: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        given = args[0] if args else None
-        if isinstance(given, Tensor) and not given.is_floating_point() and torch.equal(given, tokens):
-            tables.append(path)
-        elif isinstance(output, Tensor):
-            outputs.append((path, output.shape))
-
     weights = [(path, each, getattr(each, "weight", None)) for path, each in module.named_modules()]
-    handles = [
-        each.register_forward_hook(partial(look, path)) for path, each, weight in weights
-        if isinstance(weight, Tensor) and weight.ndim == 2
-    ]  # fmt: skip
+    matrices = [(path, each) for path, each, weight in weights if isinstance(weight, Tensor) and weight.ndim == 2]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), Recorder(matrices) as recording:
             logits = logits_in(module, module(tokens))
     except UnsupportedModelError:
         raise
@@ -170,12 +158,18 @@ def _ends(module: nn.Module) -> tuple[str, str | None]:
             f"{name} is no model of transformers, and does not run on tokens alone ({one_line(error)}): tokens have to "
             "go in, as its first argument, and logits come out"
         ) from error
-    finally:
-        for handle in handles:
-            handle.remove()
+    calls = sorted(recording.calls, key=lambda call: call.end)
+    tables = [call.path for call in calls if _looks_up(call, tokens)]
+    outputs = [(call.path, call.output) for call in calls if call.path not in tables]
+    made = [path for path, x in outputs if isinstance(x, Tensor) and x.shape == logits.shape]
     if not tables or not isinstance(module.get_submodule(tables[0]), nn.Embedding):
         raise UnsupportedModelError(f"{name} looks tokens up in no nn.Embedding: how many there are is not known")
-    return tables[0], next((path for path, shape in reversed(outputs) if shape == logits.shape), None)
+    return tables[0], made[-1] if made else None
+
+
+def _looks_up(call: ModuleCall, tokens: Tensor) -> bool:
+    x = call.args[0] if call.args else None
+    return isinstance(x, Tensor) and not x.is_floating_point() and torch.equal(x, tokens)
 
 
 def with_interface(model: nn.Module) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypedDict, Unpack
 
 from torch import Tensor
 
@@ -89,6 +89,18 @@ class Point:
     n_heads: int | None = None
 
 
+class MoreOfPoint(TypedDict, total=False):
+    """What may be said of a point besides, see `Point`."""
+
+    group: Group
+    aliases: tuple[str, ...]
+    sources: tuple[Site, ...]
+    linked: tuple[LinkedPoint, ...]
+    separate_consumers: tuple[str, ...]
+    flag: str | None
+    n_heads: int | None
+
+
 @dataclass(frozen=True)
 class PointList:
     """Collects the points of one part of a model, in the order of the computation.
@@ -111,45 +123,19 @@ class PointList:
         return PointList(join(self.prefix, name), self.depth, self.stack, self.pos, self.points)
 
     def add(
-        self,
-        name: str,
-        site: Site,
-        view: View | None = None,
-        axes: str | None = None,
-        *,
-        group: Group = "standard",
-        aliases: tuple[str, ...] = (),
-        other_names: tuple[str, ...] = (),
-        sources: tuple[Site, ...] = (),
-        linked: tuple[LinkedPoint, ...] = (),
-        separate_consumers: tuple[str, ...] = (),
-        flag: str | None = None,
-        n_heads: int | None = None,
+        self, name: str, site: Site, view: View | None = None, axes: str | None = None, **more: Unpack[MoreOfPoint]
     ) -> None:
         """Adds a point.
 
         Args:
             name: behind the prefix.
-            site, group, sources, linked, separate_consumers, flag, n_heads: see `Point`.
+            site: see `Point`.
             view: see `Point`; None: the site's tensor as it is.
             axes: see `Point`; None: those of the residual stream.
-            aliases: behind the prefix.
-            other_names: aliases that do not begin with the prefix.
+            more: see `Point`; aliases are behind the prefix, but for those that begin with a dot.
         """
-        self.points.append(
-            Point(
-                join(self.prefix, name),
-                site,
-                view or View(),
-                axes or f"batch {self.pos} d_model",
-                self.depth,
-                group,
-                (*(join(self.prefix, alias) for alias in aliases), *other_names),
-                sources,
-                linked,
-                separate_consumers,
-                self.stack,
-                flag,
-                n_heads,
-            )
+        more["aliases"] = tuple(
+            alias[1:] if alias.startswith(".") else join(self.prefix, alias) for alias in more.get("aliases", ())
         )
+        own, axes = join(self.prefix, name), axes or f"batch {self.pos} d_model"
+        self.points.append(Point(own, site, view or View(), axes, self.depth, stack=self.stack, **more))

@@ -16,6 +16,7 @@ from adapters.architecture import Architecture
 from adapters.config import config_of
 from adapters.families import CLASSES
 from adapters.imports.versions import older_than_declared
+from adapters.paths import base_path, has_module, join
 
 #: From a Hugging Face configuration to what its models are made of.
 Declare = Callable[[PreTrainedConfig], Architecture]
@@ -23,8 +24,11 @@ Declare = Callable[[PreTrainedConfig], Architecture]
 _REGISTRY: dict[str, Declare] = {}
 #: What looks at a model, for the declarations whose models can have other modules than are declared.
 _CHECKS: dict[Declare, Callable[[nn.Module], None]] = {}
-#: The file of `adapters/families` that each class name is declared in.
-_FAMILY = {name: family for family, names in CLASSES.items() for name in names}
+#: The file of `adapters/families` that each class name is declared in, and the function there.
+_FAMILY = {
+    name: (family, function)
+    for family, functions in CLASSES.items() for function, names in functions.items() for name in names
+}  # fmt: skip
 _loaded = False
 _LOADING = threading.RLock()
 #: The group of entry points through which other packages bring adapters.
@@ -118,7 +122,7 @@ def family_of(cls: type[nn.Module]) -> str | None:
         >>> family_of(MistralForCausalLM)
         'llama'
     """
-    return next((_FAMILY[base.__name__] for base in cls.__mro__ if base.__name__ in _FAMILY), None)
+    return next((_FAMILY[base.__name__][0] for base in cls.__mro__ if base.__name__ in _FAMILY), None)
 
 
 def has_declaration(model: nn.Module) -> bool:
@@ -171,11 +175,17 @@ def declaration_for(model: nn.Module) -> Architecture:
         model: a Hugging Face model.
 
     Raises:
-        UnsupportedModelError: no class among its bases has an adapter.
+        UnsupportedModelError: no class among its bases has an adapter, or it lacks the tokens that this is for.
     """
     for cls, declare in declaring(type(model)):
         _check_version(cls.__name__, declare)
-        return declare(config_of(model))
+        declared = declare(config_of(model))
+        tokens = join(base_path(model), declared.token_embeddings) if declared.token_embeddings else ""
+        if _is_ours(declare) and not has_module(model, tokens):
+            raise UndeclaredOptionError(
+                f"{type(model).__name__} has no {tokens}, and the adapter of {cls.__name__} is for models with one"
+            )
+        return declared
     name = type(model).__name__
     if isinstance(inner := getattr(model, "module", None), PreTrainedModel):
         raise UnsupportedModelError(
@@ -262,11 +272,9 @@ def _declare(name: str) -> Declare | None:
     _load_other_packages()
     if name in _REGISTRY or name not in _FAMILY:
         return _REGISTRY.get(name)
-    with _LOADING:
-        registered = dict(_REGISTRY)
-        importlib.import_module(f"adapters.families.{_FAMILY[name]}")
-        _REGISTRY.update(registered)  # what others registered for a class of the same family stays theirs
-        return _REGISTRY[name]
+    family, function = _FAMILY[name]
+    declare: Declare = getattr(importlib.import_module(f"adapters.families.{family}"), function)
+    return declare
 
 
 def _load_other_packages() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -9,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from adapters.norms import Norm
-from adapters.paths import join
 from adapters.views import Affine, Chain
 
 #: What a table of embeddings is of.
 TableOf = Literal["positions", "types", "more", "patches"]
 Tables = tuple[tuple[TableOf, str], ...]
+#: The first and the last (exclusive) of some positions, such as ``(0, 1)``, the class token.
+Positions = tuple[int, int | None]
 
 
 def tables(
@@ -106,24 +108,25 @@ class Embedding:
         """Whether the linear layer reads the sum of the embeddings, or the norm of it."""
         return self.project is not None and self.project == self.module
 
-    def below(self, path: str) -> Embedding:
-        """The same, where the base model is a part of another one.
+    def moved(self, to: Callable[[str], str]) -> Embedding:
+        """The same with other paths.
 
         Args:
-            path: of that part, from the base model around it.
+            to: makes each of what it is.
         """
-
-        def inside(at: str | None) -> str | None:
-            return None if at is None else join(path, at)
-
         return replace(
             self,
-            tokens=self.tokens and join(path, self.tokens),
-            added=tuple((what, join(path, at)) for what, at in self.added),
-            norm=self.norm and replace(self.norm, path=join(path, self.norm.path)),
-            project=inside(self.project),
-            module=inside(self.module),
+            tokens=self.tokens and to(self.tokens),
+            added=tuple((what, to(path)) for what, path in self.added),
+            norm=self.norm and replace(self.norm, path=to(self.norm.path)),
+            project=self.project and to(self.project),
+            module=None if self.module is None else to(self.module),
         )
+
+
+def mean_at(positions: Positions | None, x: Tensor) -> Tensor:
+    """The mean over some positions of ``[batch, pos, d_model]``, ``[batch, d_model]``; None: what is at all of them."""
+    return x if positions is None else x[:, slice(*positions)].mean(1)
 
 
 @dataclass(frozen=True)
@@ -140,9 +143,8 @@ class Readout:
         output_transform: what happens behind it: a factor, and a parameter or buffer of the model that is added, a
             bias, by its path; a class may lack that.
         soft_cap: see above.
-        pooled: where one vector of each image is read: the first and the last (exclusive) of the positions whose mean
-            that is, such as ``(0, 1)``, the class token. None: each position has logits.
-        pools_stream: the final norm reads that mean, of the last stream (CLIP). Else it is the mean of the norm.
+        pooled: where one vector of each image is read: the positions whose mean that is. None: each position has
+            logits, or the final norm itself reads such a mean (`Stack.collapse`).
         unknown: what else is between, where that cannot be said. Nothing can then be attributed to logits.
     """
 
@@ -150,17 +152,12 @@ class Readout:
     factor_in: float = 1.0
     output_transform: Affine = field(default_factory=Affine)
     soft_cap: float | None = None
-    pooled: tuple[int, int | None] | None = None
-    pools_stream: bool = False
+    pooled: Positions | None = None
     unknown: str = ""
 
     def __post_init__(self) -> None:
         if self.output_transform.weight:
             raise ValueError(f"behind the output layer, {self.output_transform} multiplies with a parameter: not known")
-
-    def pool(self, x: Tensor) -> Tensor:
-        """The mean that is read, ``[batch, d_model]``, of what is at all positions."""
-        return x if self.pooled is None else x[:, slice(*self.pooled)].mean(1)
 
     @property
     def factor_out(self) -> float:

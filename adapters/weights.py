@@ -8,6 +8,7 @@ What HookedTransformer has and the model has not (a bias) is zero; what the mode
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from einops import rearrange
@@ -162,9 +163,9 @@ class _Getters(Weights):
         at = "" if made.module is None else "embed."  # HookedTransformer's encoder has one part for all of them
         if token_stack is not None:
             tokens = token_stack.embedding
-            self.getters[f"{at}embed.W_E"] = self._token_embedding(tokens.tokens, tokens.factor)
+            self.getters[f"{at}embed.W_E"] = partial(self._token_embedding, tokens.tokens, tokens.factor)
         if made.positions:
-            self.getters[f"{at}pos_embed.W_pos"] = self._position_embedding(made.positions)
+            self.getters[f"{at}pos_embed.W_pos"] = partial(self._position_embedding, made.positions)
         if made.types:
             self.getters[f"{at}token_type_embed.W_token_type"] = self.parameter(made.types)
         if made.norm:
@@ -183,26 +184,25 @@ class _Getters(Weights):
 
         return both
 
-    def _token_embedding(self, path: str, factor: float) -> Get:
-        def get() -> Tensor:
-            module = self.module(path)
-            scale = getattr(module, "scalar_embed_scale", 1.0) * factor
-            weight = materialized(module, "weight")
-            if not isinstance(weight, Tensor):
-                raise TypeError(f"{path} is a {type(module).__name__}, which has no table of embeddings")
-            return weight if scale == 1.0 else weight * scale
+    def _table(self, path: str, of: str) -> Tensor:
+        """The rows that a module looks up.
 
-        return get
+        Raises:
+            TypeError: it has none.
+        """
+        module = self.module(path)
+        weight = materialized(module, "weight")
+        if not isinstance(weight, Tensor):
+            raise TypeError(f"{path} is a {type(module).__name__}, which has no table of {of}")
+        return weight
 
-    def _position_embedding(self, path: str) -> Get:
-        def get() -> Tensor:
-            module = self.module(path)
-            weight = materialized(module, "weight")
-            if not isinstance(weight, Tensor):
-                raise TypeError(f"{path} is a {type(module).__name__}, which has no table of positions")
-            return weight[getattr(module, "offset", 0) :]  # OPT keeps two rows before those of its positions
+    def _token_embedding(self, path: str, factor: float) -> Tensor:
+        weight, scale = self._table(path, "embeddings"), getattr(self.module(path), "scalar_embed_scale", 1.0) * factor
+        return weight if scale == 1.0 else weight * scale
 
-        return get
+    def _position_embedding(self, path: str) -> Tensor:
+        # OPT keeps two rows before those of its positions.
+        return self._table(path, "positions")[getattr(self.module(path), "offset", 0) :]
 
     def _add_stack(self, stack: Stack) -> None:
         count = len(stack.modules(self.module("")))
@@ -235,14 +235,12 @@ class _Getters(Weights):
     def _add_transform(self, name: str, path: str, chain: Chain) -> None:
         """What a part's result goes through is a part of its last matrix and bias, as HookedTransformer has them."""
         for own in [own for own in self.getters if own.startswith(f"{name}.")]:
-            inside, last = own.removeprefix(f"{name}."), own.removesuffix(".weight").removesuffix(".bias")
-            if inside in ("b_O", "b_out"):
-                self.getters[own] = self._behind(transformed, chain, self.getters[own], path)
-            elif last.endswith((".W_O", ".W_out", ".b_out")):  # that of an expert is one of several terms
-                self.getters[own] = self._behind(linearly, chain, self.getters[own], path)
+            whole = own in (f"{name}.b_O", f"{name}.b_out")  # that of an expert is one of several terms
+            if whole or own.removesuffix(".weight").removesuffix(".bias").endswith((".W_O", ".W_out", ".b_out")):
+                self.getters[own] = partial(self._behind, chain, self.getters[own], path, whole)
 
-    def _behind(self, apply: Callable[[Chain, Tensor, nn.Module], Tensor], chain: Chain, get: Get, path: str) -> Get:
-        return lambda: apply(chain, get(), self.module(path))
+    def _behind(self, chain: Chain, get: Get, path: str, whole: bool) -> Tensor:
+        return (transformed if whole else linearly)(chain, get(), self.module(path))
 
     def add_norm(self, name: str, path: str, norm: Norm) -> None:
         """The weight and bias of a norm, as far as it has them; its path is relative to `path`."""
@@ -270,7 +268,7 @@ class _Getters(Weights):
                 self._add_projection(f"{name}.{own}", at, letter, projection, n)
                 if added := projection.bias:
                     at_bias = f"{name}.{own}b_{letter}"
-                    self.getters[at_bias] = self._with_bias(self.getters[at_bias], join(at, added))
+                    self.getters[at_bias] = partial(self._with_bias, self.getters[at_bias], join(at, added))
         out = join(at, part.o)
         self.getters[f"{name}.W_O"] = lambda: rearrange(self.matrix(out), "(h d) m -> h d m", h=heads)
         self.getters[f"{name}.b_O"] = self.bias(out, lambda: (self.cfg.d_model,))
@@ -287,14 +285,9 @@ class _Getters(Weights):
         self.getters[f"{prefix}W_{letter}"] = weight
         self.getters[f"{prefix}b_{letter}"] = self.bias(module, lambda: (n, projection.width or self.cfg.d_head), view)
 
-    def _with_bias(self, get: Get, path: str) -> Get:
-        holder, _, name = path.rpartition(".")
-
-        def both() -> Tensor:
-            own = get()
-            return own + self.module(holder).get_parameter(name).view_as(own)
-
-        return both
+    def _with_bias(self, get: Get, path: str) -> Tensor:
+        (holder, _, name), own = path.rpartition("."), get()
+        return own + self.module(holder).get_parameter(name).view_as(own)
 
     def _add_mlp(self, name: str, path: str, mlp: MLP, factor: float = 1.0) -> None:
         module = join(path, mlp.path)
@@ -346,13 +339,10 @@ class _Getters(Weights):
         for head in self.architecture.heads:
             if not self.has(head.path):
                 continue
-            self.getters[f"{head.name}.W"] = self._matrix_of(head.linear)
+            self.getters[f"{head.name}.W"] = partial(self.matrix, head.linear)
             self.getters[f"{head.name}.b"] = self.parameter(head.linear, "bias")
             if head.norm:
                 self.add_norm(f"{head.name}.ln", "", head.norm)
-
-    def _matrix_of(self, path: str) -> Get:
-        return lambda: self.matrix(path)
 
 
 def _with_gradient(weight: Tensor) -> Tensor:

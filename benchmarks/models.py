@@ -29,11 +29,23 @@ from adapters.attention import Attention
 from adapters.feed_forward import MLP, MoE
 from adapters.inputs.made import sample_inputs
 from adapters.mixers.part import Mixer
+from adapters.registry import family_of
 from benchmarks.named_by_transformer_lens import NAMED
 from bridge import TransformerBridge
 from bridge.native.model import NativeModel
 from tests.properties.cases import switched
-from tests.tiny_models import CANNOT_BE_BUILT, WIDE, Task, config_for, model_class, tiny_config, tiny_of, types
+from tests.tiny_models import (
+    CANNOT_BE_BUILT,
+    MAPPINGS,
+    OTHER_HEADS,
+    WIDE,
+    Task,
+    config_for,
+    model_class,
+    tiny_config,
+    tiny_of,
+    types,
+)
 from weight_processing.check import ProcessingError
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
@@ -60,6 +72,8 @@ WITHOUT_TEXT: dict[str, tuple[str, ...]] = {
         "WhisperForAudioClassification",
     ),
 }  # fmt: skip
+#: As many as a type is tried in.
+CONFIGURATIONS = 3
 _BESIDE = "Classes without text, or without a head"
 _NO_INSTANCE = "no tiny instance"
 #: How much of a model is offered, the least first.
@@ -121,7 +135,7 @@ class Row:
 
 
 def row(model_type: str, task: Task) -> Row:
-    """Tries one type in three configurations: the usual one, with all its options the other way round, a wide one."""
+    """Tries one type in three configurations: the usual one, a wide one, one with other options or other heads."""
     try:
         cls = model_class(model_type, task)
     except ImportError:
@@ -146,27 +160,51 @@ def _of_three(model_type: str, cls: type[PreTrainedModel], configured: Callable[
     """
 
     def tried(fields: Mapping[str, object]) -> Row:
-        return _tried(model_type, cls.__name__, lambda: tiny_of(cls, configured(**fields)))
+        return _tried(model_type, cls.__name__, lambda: tiny_of(cls, _with(configured, fields)))
 
     usual = tried({})
     if usual.how == "–":
         return usual
     options, refused = _options(cls, configured)
-    others: dict[str, dict[str, object]] = {
-        " ".join(f"{name}={value}" for name, value in options.items()): options,
-        "512 wide": {"sizes": WIDE},
-    }
-    found = {said: tried(fields) for said, fields in others.items() if fields}
+    others: dict[str, Mapping[str, object]] = {"512 wide": {"sizes": WIDE}}
+    if options:
+        others[" ".join(f"{name}={value}" for name, value in options.items())] = options
+    else:
+        others["other heads"] = {"sizes": OTHER_HEADS}
+    found = {said: tried(fields) for said, fields in others.items()}
     made = {said: each for said, each in found.items() if not each.reason.startswith(_NO_INSTANCE)}
-    worse = {said: each for said, each in made.items() if not each.is_full and usual.is_full}
-    row = replace(usual, tried=1 + len(made))
+    reasons = [usual.reason] if usual.reason else []
     if refused and usual.is_full:
-        row = replace(row, reason=f"refused with {' '.join(refused)}")
-    for said, each in worse.items():
-        offered = min(row.offered, each.offered, key=_AMOUNTS.index)
-        reason = "; ".join(filter(None, (row.reason, f"with {said}: {each.reason or each.offered}")))
-        row = replace(row, offered=offered, proved=row.proved and each.proved, reason=reason)
-    return row
+        reasons.append(f"refused with {' '.join(refused)}")
+    offered, proved = usual.offered, usual.proved
+    for said, each in found.items():
+        if said not in made:
+            reasons.append(f"{said}: {each.reason}")
+        elif usual.is_full and not each.is_full:
+            offered, proved = min(offered, each.offered, key=_AMOUNTS.index), proved and each.proved
+            reasons.append(f"with {said}: {each.reason or each.offered}")
+    return replace(usual, offered=offered, proved=proved, reason="; ".join(reasons), tried=1 + len(made))
+
+
+def _with(configured: Callable[..., PreTrainedConfig], fields: Mapping[str, object]) -> PreTrainedConfig:
+    """A configuration with other fields: of one of several parts, those of its text, and of an encoder of the kind."""
+    sizes = {name: value for name, value in fields.items() if name == "sizes"}
+    plain = configured(**sizes)
+    text = _text_of(plain)
+    if text is plain:
+        return configured(**fields)
+    encoder = getattr(plain, "encoder", None)
+    for name, value in fields.items():
+        parts = [] if name in sizes else [text, *([encoder] if type(encoder) is type(text) else [])]
+        # The head is not the text's.
+        for part in (*parts, plain) if name == "tie_word_embeddings" else parts:
+            setattr(part, name, value)
+    return plain
+
+
+def _text_of(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The part of a configuration that is of its text: the decoder's, where there is an encoder as well."""
+    return config.get_text_config(decoder=True)
 
 
 @torch.no_grad()
@@ -180,20 +218,32 @@ def _options(
     """
     options: dict[str, object] = {}
     refused: list[str] = []
-    for name, value in switched(configured()).items():
+    config = configured()
+    text = _text_of(config)
+    of_text = None if text is config else MAPPINGS["causal"].get(type(text), None)
+    for name, value in switched(text).items():
         try:
-            model = tiny_of(cls, configured(**options, **{name: value}))
+            model = tiny_of(cls, _with(configured, {**options, name: value}))
             model(**sample_inputs(model))
         except _NOT_BUILT:
             continue
-        try:
-            TransformerBridge(model)
-        except _NOT_BUILT as error:
-            if f"{name}={value}" in str(error):  # an adapter says so
-                refused.append(f"{name}={value}")
-                continue
-        options[name] = value
+        option = f"{name}={value}"
+        if _is_refused(cls, model.config, option) or (of_text and _is_refused(of_text, _text_of(model.config), option)):
+            refused.append(option)
+        else:
+            options[name] = value
     return options, refused
+
+
+def _is_refused(cls: type[PreTrainedModel], config: PreTrainedConfig, option: str) -> bool:
+    """Whether the adapter of a class refuses an option by name."""
+    if not family_of(cls):
+        return False
+    try:
+        TransformerBridge(tiny_of(cls, config), cache_declaration=False)
+    except _NOT_BUILT as error:
+        return option in str(error)
+    return False
 
 
 def _tried(model_type: str, name: str, build: Callable[[], PreTrainedModel]) -> Row:
@@ -202,7 +252,7 @@ def _tried(model_type: str, name: str, build: Callable[[], PreTrainedModel]) -> 
     except _NOT_BUILT as error:
         return Row(model_type, name, reason=f"{_NO_INSTANCE}: {first_line(error.__cause__ or error)}")
     try:
-        bridge = TransformerBridge(model)
+        bridge = TransformerBridge(model, cache_declaration=False)
     except (UnsupportedModelError, *_NOT_BUILT) as error:
         said = str(error)
         why = said.partition(": so what plays")[0] if ": so what plays" in said else first_line(error)
@@ -309,14 +359,15 @@ def table(found: list[Row]) -> str:
 
 
 def summary(found: list[Row]) -> str:
-    """The rows in numbers."""
-    full = sum(each.offered == "full" and each.proved for each in found)
+    """The rows in numbers. Full is what is so in all configurations."""
+    full = sum(each.is_full and each.tried == CONFIGURATIONS for each in found)
     parts = sum(each.offered in ("full", "parts") for each in found)
     stream = sum(each.offered != "–" for each in found)
     how = Counter(each.how for each in found)
     return (
-        f"Of {len(found)} types, {full} are fully offered and proved, {parts} at least with the stream and its parts, "
-        f"{stream} at least with the stream; {how['declared']} have an adapter, for {how['inferred']} one is inferred."
+        f"Of {len(found)} types, {full} are fully offered and proved in three configurations, {parts} at least with "
+        f"the stream and its parts, {stream} at least with the stream; {how['declared']} have an adapter, for "
+        f"{how['inferred']} one is inferred."
     )
 
 
@@ -328,12 +379,20 @@ What `TransformerBridge(model)` offers of every text architecture of transformer
 instance of each (`tests/tiny_models.py`): factors are not one, windows are shorter than the prompt, there is a layer of
 each kind, and noise is on every parameter.
 
+Each type is tried in three configurations: with grouped key heads where it has them; with the options of its
+configuration the other way round (biases, norms, caps, tied embeddings, one key head), all at once; and 512 wide, with
+eight heads of 64 columns. A type without options has two heads in place of four, one of keys. Options are those that a
+model can be built with. Of a model of several parts they are its text's. A row holds of all three: what is said after
+*with* fails in that configuration alone, and *refused with* names options that an adapter refuses by name, which are
+left out of the second configuration.
+
 - **adapter**: *declared* by an adapter of ours, or *inferred* from one run, its hook points tried on the model
   (see [adapters](adapters.md)).
 - **offered**: *full*: the stream, attention, MLP, mixture or mixer, with all that is inside; *parts*: the stream and
   what is added to it, and not all that is inside; *stream*: what enters and leaves the blocks.
 - **proved**: `adapters.verify` proves every claim that is declared or inferred; where it does not, the last column says
   which.
+- **tried**: the configurations that could be built.
 - **processed**: the transforms of `process_weights` that are done, with the log probabilities as before.
 
 {named}

@@ -2,17 +2,19 @@
 
     python benchmarks/programs.py [--rounds N] [--device cpu] [--only WORD]
 
-Beside each ratio stand the same hooks without a program, and the program uncompiled. Compiling takes a minute or two
-for each row, once; it is not in the ratios.
+Beside each ratio stand the same hooks without a program, and the program uncompiled. Compiling is not in the ratios; it
+has a row of its own, in seconds of a processor, with nothing kept from before (set TORCHINDUCTOR_COMPILE_THREADS=1).
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 import pathlib
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -144,6 +146,44 @@ def recompilations(device: str) -> None:
     print(f"  {counters['stats']['unique_graphs'] - 1}", flush=True)
 
 
+def compilations(device: str) -> None:
+    """Seconds of a processor, and graphs, for what a compiled program meets in turn."""
+    bridge = bridge_of(TINY, device)
+    names = [name for name in bridge.hook_dict if name.endswith("hook_resid_post")]
+
+    def program() -> Any:
+        vector = torch.randn(TINY.hidden_size, device=device)
+        hook = ("blocks.6.hook_resid_post", lambda activation, hook: activation + vector * 0.5)
+        return bridge.program(names, [hook]).compile()
+
+    def seconds() -> float:
+        spent = os.times()
+        return spent.user + spent.system + spent.children_user + spent.children_system
+
+    compiled = program()
+    met: dict[str, tuple[Any, int, int, bool]] = {
+        "first call, 1x16": (compiled, 1, 16, False),
+        "other positions, 1x23": (compiled, 1, 23, False),
+        "other rows, 3x16": (compiled, 3, 16, False),
+        "padded, 3x16": (compiled, 3, 16, True),
+        "another closure's tensor, 1x16": (program(), 1, 16, False),
+        "one position, 2x1": (compiled, 2, 1, False),
+    }
+    print("\nseconds of a processor to compile, tiny 12-layer Llama, and graphs")
+    with tempfile.TemporaryDirectory() as nothing_there, torch.no_grad():
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = nothing_there
+        torch._dynamo.reset()
+        counters.clear()
+        for what, (one, rows, length, padded) in met.items():
+            tokens = torch.randint(1, 100, (rows, length), device=device)
+            mask = torch.ones_like(tokens)
+            mask[0, :3] = 0
+            before, graphs = seconds(), counters["stats"]["unique_graphs"]
+            one(tokens, attention_mask=mask) if padded else one(tokens)
+            print(f"  {what:<40} {seconds() - before:6.2f} {counters['stats']['unique_graphs'] - graphs}", flush=True)
+        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+
+
 def generation(rounds: int, device: str) -> None:
     """32 greedy tokens with an intervention."""
     bridge = bridge_of(TINY, device)
@@ -174,11 +214,11 @@ def generation(rounds: int, device: str) -> None:
 
 
 def main() -> None:
-    """Prints the four rows."""
+    """Prints the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--only", default="", help="tiny, middle, recompilations or generation")
+    parser.add_argument("--only", default="", help="tiny, middle, recompilations, compilations or generation")
     given = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads")
@@ -188,6 +228,8 @@ def main() -> None:
         forward("the same, 8-layer d512 Llama, 1x128", 0.95, MIDDLE, 128, given.rounds, given.device)
     if given.only in ("", "recompilations"):
         recompilations(given.device)
+    if given.only in ("", "compilations"):
+        compilations(given.device)
     if given.only in ("", "generation"):
         generation(max(given.rounds // 4, 3), given.device)
 

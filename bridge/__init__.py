@@ -10,13 +10,13 @@ from bridge.other_adapters import check_adapters
 check_adapters()  # before anything of that package is imported
 
 if TYPE_CHECKING:
-    from bridge.bridge import TransformerBridge
-    from bridge.cache.activation_cache import ActivationCache
-    from bridge.hooks.act_names import act_name
-    from bridge.hooks.hook_point import HookPoint
-    from bridge.hooks.names import UnknownHookError
-    from bridge.native import NativeConfig
-    from bridge.weights.factored_matrix import FactoredMatrix
+    from bridge.bridge import TransformerBridge as TransformerBridge
+    from bridge.cache.activation_cache import ActivationCache as ActivationCache
+    from bridge.hooks.act_names import act_name as act_name
+    from bridge.hooks.hook_point import HookPoint as HookPoint
+    from bridge.hooks.names import UnknownHookError as UnknownHookError
+    from bridge.native import NativeConfig as NativeConfig
+    from bridge.weights.factored_matrix import FactoredMatrix as FactoredMatrix
 
 from bridge.version import __version__  # noqa: E402
 
@@ -30,16 +30,7 @@ _HOME = {
     "act_name": "bridge.hooks.act_names",
 }
 
-__all__ = [
-    "ActivationCache",
-    "FactoredMatrix",
-    "HookPoint",
-    "NativeConfig",
-    "TransformerBridge",
-    "UnknownHookError",
-    "__version__",
-    "act_name",
-]
+__all__ = [*_HOME, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

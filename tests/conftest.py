@@ -1,7 +1,6 @@
 """What all tests share. Importing our packages under jaxtyping's hook checks every annotated shape in every test."""
 
 import gc
-import importlib
 import os
 from collections.abc import Iterator
 
@@ -26,7 +25,6 @@ from transformers import (
 )
 
 from adapters import registry
-from adapters.families import CLASSES
 from bridge import TransformerBridge
 
 transformers.utils.logging.set_verbosity_error()
@@ -120,8 +118,6 @@ def torch_hooks(model: torch.nn.Module) -> int:
 @pytest.fixture(autouse=True)
 def registered_declarations_are_forgotten() -> Iterator[None]:
     """What a test registers, or a page that a test runs, is a declaration for that test alone."""
-    for family in CLASSES:  # our own are imported, and stay
-        importlib.import_module(f"adapters.families.{family}")
     registry.supported()
     held, before = registry._REGISTRY, dict(registry._REGISTRY)
     yield

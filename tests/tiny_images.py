@@ -39,8 +39,10 @@ OWN: dict[str, dict[str, Any]] = {
     "cosmos3_edge_text": _sections(1, 1, 2),
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16], **_sections(1, 1, 2)},
     "ernie4_5_vl_moe_vision": {"hidden_size": 32, "depth": 2},
-    "dots3_note_vision_encoder": {"adapter_in_dim": 32},
-    "glm5_next_text": {"index_topk": 16, **_sections(1, 1, 2)},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "dots3_note_audio_encoder": {"adapter_input_size": 32, "adapter_out_dim": 32},
+    "dots3_note_vision_encoder": {"adapter_in_dim": 32, "adapter_out_dim": 32},
+    "glm5_next_text": {"index_topk": 16, "qk_rope_head_dim": 0, **_sections(1, 1, 2)},
     "instructblip": {"image_token_index": 5, "num_query_tokens": 3},
     "instructblipvideo": {"video_token_index": 5, "num_query_tokens": 3},
     "hubert": {"conv_dim": [16] * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2},
@@ -51,6 +53,10 @@ OWN: dict[str, dict[str, Any]] = {
     "emu3": {"vocabulary_map": {str(token): number for number, token in enumerate(("<image>", "a", "b"), 5)}},
     "gemma3": {"image_token_index": 5, "mm_tokens_per_image": 49},
     "llava": {"image_token_index": 5},
+    "muse_spark_audio": {
+        "num_hidden_layers": 4, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "out_hidden_size": 32,
+    },
+    "radio": {"video_temporal_patch_size": 2},
     "mllama": {"image_token_index": 5},
     "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
     "mllama_vision_model": {

@@ -89,6 +89,12 @@ WIDE: dict[str, Any] = SIZES | {
     "rotary_dim": 32, "kv_lora_rank": 64, "q_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64,
     "v_head_dim": 64, "qk_head_dim": 96, "index_head_dim": 64, "n_mamba_heads": 2,
 }  # fmt: skip
+#: The same with other heads: two, and one of keys.
+OTHER_HEADS: dict[str, Any] = SIZES | {
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 2),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "speech_encoder_attention_heads"), 2),
+    "num_key_value_heads": 1, "multi_query_group_num": 1, "state_size": 16, "n_groups": 2,
+}  # fmt: skip
 #: Factors, which are one by default.
 FACTORS = {
     "residual_multiplier": 0.3, "embedding_multiplier": 3.0, "attention_multiplier": 0.4, "logits_scaling": 2.0,
@@ -129,6 +135,12 @@ OWN: dict[str, dict[str, Any]] = {
     "longcat_flash": {"head_dim": 4},
     "luke": {"entity_vocab_size": 50, "entity_emb_size": 16},
     "mamba2": {"num_heads": 8, "expand": 2},
+    "mimo_v2_flash": {  # so that an even number of columns is rotated
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5}
+            for kind, theta in (("full_attention", 5e6), ("sliding_attention", 1e4))
+        },
+    },
     "mobilebert": {"intra_bottleneck_size": 32, "num_feedforward_networks": 2},
     "musicgen_decoder": {"num_codebooks": 1},
     "musicgen_melody_decoder": {"num_codebooks": 1},
@@ -201,7 +213,7 @@ def tiny_config(
 
     Args:
         model_type, task: as for `model_class`.
-        sizes: `SIZES` or `WIDE`.
+        sizes: `SIZES`, `WIDE` or `OTHER_HEADS`.
         fields: what it is given besides.
     """
     return config_for(model_class(model_type, task), CONFIG_MAPPING[model_type], sizes, **fields)
@@ -218,7 +230,7 @@ def config_for(
     Args:
         cls: the class.
         otherwise: the class of the configuration, where `cls` names none.
-        sizes: `SIZES` or `WIDE`.
+        sizes: `SIZES`, `WIDE` or `OTHER_HEADS`.
         fields: what it is given besides.
     """
     config = cls.config_class or otherwise
@@ -326,7 +338,7 @@ def _field_names(cls: type[PreTrainedConfig], default: PreTrainedConfig) -> set[
 def _own(cls: type[PreTrainedConfig], sizes: Mapping[str, Any]) -> dict[str, Any]:
     """What a configuration class needs besides, in these sizes."""
     own = {**OWN.get(cls.model_type, {}), **OWN_OF_IMAGES.get(cls.model_type, {})}
-    return own if sizes is SIZES else {name: _enlarged(name, value) for name, value in own.items()}
+    return {name: _enlarged(name, value) for name, value in own.items()} if sizes is WIDE else own
 
 
 def _enlarged(name: str, value: Any) -> Any:
@@ -335,9 +347,16 @@ def _enlarged(name: str, value: Any) -> Any:
         return {inner: _enlarged(inner, each) for inner, each in value.items()}
     if name == "mrope_section":
         return [8 * each for each in value]
+    if name == "num_key_value_heads" and value == SIZES["num_attention_heads"]:  # as many as there are heads
+        return WIDE["num_attention_heads"]
+    if larger := {"mamba_d_ssm=64": 1024, "num_heads=8": 16, "indexer_head_dim=8": 64}.get(f"{name}={value}"):
+        return larger
     if value == SIZES.get(name, ()):
         return WIDE[name]
-    widths = ("embed_dim", "out_hidden_size", "decoder_hidden_size", "text_hidden_size", "adapter_in_dim", "d_latents")
+    widths = (
+        "embed_dim", "out_hidden_size", "decoder_hidden_size", "text_hidden_size", "adapter_in_dim", "d_latents",
+        "adapter_input_size", "adapter_out_dim",
+    )  # fmt: skip
     return 512 if value == 32 and name in (*widths, "qk_channels", "v_channels", "intra_bottleneck_size") else value
 
 

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 import tokenize
-import typing
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
@@ -55,20 +54,9 @@ def lines_of_code(text: str) -> int:
 
 def vocabulary() -> dict[str, list[str]]:
     """The dataclasses that a declaration is made of, each with its fields."""
-    from adapters import Architecture
+    from adapters.architecture import vocabulary as nouns
 
-    found: dict[type, list[str]] = {}
-
-    def walk(hint: object) -> None:
-        if isinstance(hint, type) and dataclasses.is_dataclass(hint) and hint not in found:
-            found[hint] = [field.name for field in dataclasses.fields(hint)]
-            for inner in typing.get_type_hints(hint).values():
-                walk(inner)
-        for inner in typing.get_args(hint):
-            walk(inner)
-
-    walk(Architecture)
-    return {cls.__name__: names for cls, names in found.items()}
+    return {cls.__name__: [field.name for field in dataclasses.fields(cls)] for cls in nouns()}
 
 
 def branches(function: ast.AST) -> int:

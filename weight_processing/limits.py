@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -245,28 +245,16 @@ def _why_not_written(name: str, get: Callable[[], Tensor], stored: set[int]) -> 
 
 def is_as_left(parts: ProcessedParts, step: str) -> bool:
     """Whether the parameters look as a transform leaves them: by all the norms and biases, by samples of matrices."""
-    looks: list[tuple[str, Callable[[], bool]]]
-    if step == "fold_ln":
-        looks = [(norm.name, partial(_is_folded, parts, norm)) for norm in parts.norms]
-    elif step == "center_writing_weights":
-        # A head that writes nothing has any directions whatever in its output matrix, once that is refactored.
-        writers = [(name, get) for name, get in parts.writers.items() if not name.endswith("W_O")]
-        looks = [(name, partial(_is_centered, get)) for name, get in writers]
-    elif step == "center_unembed":
-        looks = [("", lambda: _sums_to_zero(parts.get("unembed.W_U")()[:_SAMPLE], -1))]
-    elif step == "fold_value_biases":
-        looks = [(name, partial(_has_no_value_bias, parts, name)) for name, _ in parts.blocks]
-    else:
-        looks = [(name, partial(_is_refactored, parts, name)) for name, _ in parts.blocks]
-    for place, at_place in parts.by_place(looks):
+    for place, at_place in parts.by_place(_LOOKS[step](parts)):
         with parts.around(place):
             if not all(look() for look in at_place):
                 return False
     return True
 
 
-def _is_centered(get: Callable[[], Tensor]) -> bool:
-    return get().ndim < 2 or _sums_to_zero(get()[:_SAMPLE], -1)
+def _is_centered(name: str, get: Callable[[], Tensor]) -> bool:
+    # A head that writes nothing has any directions whatever in its output matrix, once that is refactored.
+    return name.endswith("W_O") or get().ndim < 2 or _sums_to_zero(get()[:_SAMPLE], -1)
 
 
 def _is_folded(parts: ProcessedParts, norm: Norm) -> bool:
@@ -281,6 +269,16 @@ def _has_no_value_bias(parts: ProcessedParts, block: str) -> bool:
 def _is_refactored(parts: ProcessedParts, block: str) -> bool:
     W = parts.get(f"{block}.attn.W_O")()[0].float()
     return torch.allclose(W @ W.T, torch.eye(len(W), device=W.device), atol=0.05)
+
+
+#: What each transform leaves, by the names of the weights: whether it is there.
+_LOOKS: Mapping[str, Callable[[ProcessedParts], list[tuple[str, Callable[[], bool]]]]] = {
+    "fold_ln": lambda parts: [(norm.name, partial(_is_folded, parts, norm)) for norm in parts.norms],
+    "center_writing_weights": lambda parts: [(each[0], partial(_is_centered, *each)) for each in parts.writers.items()],
+    "center_unembed": lambda parts: [("", lambda: _sums_to_zero(parts.get("unembed.W_U")()[:_SAMPLE], -1))],
+    "fold_value_biases": lambda parts: [(name, partial(_has_no_value_bias, parts, name)) for name, _ in parts.blocks],
+    _REFACTOR: lambda parts: [(name, partial(_is_refactored, parts, name)) for name, _ in parts.blocks],
+}
 
 
 def _sums_to_zero(x: Tensor, dim: int) -> bool:

@@ -182,8 +182,6 @@ class ProcessedParts:
             for letter, projection in (("Q", part.q), ("K", part.k), ("V", part.v)):
                 weight, bias = self.find(at, f"W_{letter}"), self.find(at, f"b_{letter}")
                 yield NormReader(weight, self.get(weight), self.get(bias), join(path, part.path, projection.path))
-        elif isinstance(part, MLP):
-            yield from self._feed_forward_readers(at, join(path, part.path), part)
         elif isinstance(part, MoE):
             names = [f"{at}.W_gate.weight"]
             for e in range(self.cfg.num_experts or 0):
@@ -193,15 +191,11 @@ class ProcessedParts:
                 names.append(f"{at}.shared_expert_gate.weight")
             for weight in names:
                 yield NormReader(weight, _transposed(self.get(weight)), None, "")
-            if part.shared:
-                inside = join(path, part.path, part.shared.path)
-                yield from self._feed_forward_readers(f"{at}.shared_expert", inside, part.shared)
-
-    def _feed_forward_readers(self, name: str, path: str, mlp: MLP) -> Iterator[NormReader]:
-        up = join(path, mlp.up.path)
-        yield NormReader(f"{name}.W_in", self.get(f"{name}.W_in"), self.get(f"{name}.b_in"), up)
-        if mlp.gate:
-            yield NormReader(f"{name}.W_gate", self.get(f"{name}.W_gate"), None, join(path, mlp.gate.path))
+        for at, inside, mlp in _feed_forward(name, path, named):
+            up = join(inside, mlp.up.path)
+            yield NormReader(f"{at}.W_in", self.get(f"{at}.W_in"), self.get(f"{at}.b_in"), up)
+            if mlp.gate:
+                yield NormReader(f"{at}.W_gate", self.get(f"{at}.W_gate"), None, join(inside, mlp.gate.path))
 
     def _writers(self) -> Iterator[tuple[str, Get]]:
         getters = self.weights.getters
@@ -214,22 +208,16 @@ class ProcessedParts:
                 yield f"{at}.W_O", getters[f"{at}.W_O"]
                 if self.has_bias(join(path, part.path, part.o)):
                     yield f"{at}.b_O", getters[f"{at}.b_O"]
-            elif isinstance(part, MLP):
-                yield from self._feed_forward_writers(at, join(path, part.path), part)
             elif isinstance(part, MoE):
                 for e in range(self.cfg.num_experts or 0):
                     out = f"{at}.experts.{e}.W_out"
                     yield f"{out}.weight", _transposed(getters[f"{out}.weight"])
                     if f"{out}.bias" in getters:
                         yield f"{out}.bias", getters[f"{out}.bias"]
-                if part.shared:
-                    inside = join(path, part.path, part.shared.path)
-                    yield from self._feed_forward_writers(f"{at}.shared_expert", inside, part.shared)
-
-    def _feed_forward_writers(self, name: str, path: str, mlp: MLP) -> Iterator[tuple[str, Get]]:
-        yield f"{name}.W_out", self.get(f"{name}.W_out")
-        if self.has_bias(join(path, mlp.down)):
-            yield f"{name}.b_out", self.get(f"{name}.b_out")
+            for at, inside, mlp in _feed_forward(name, path, named):
+                yield f"{at}.W_out", self.get(f"{at}.W_out")
+                if self.has_bias(join(inside, mlp.down)):
+                    yield f"{at}.b_out", self.get(f"{at}.b_out")
 
     def projection(self, path: str, letter: str) -> str:
         """The path of the projection that makes a block's queries (Q), keys (K), values (V) or output (O)."""
@@ -274,19 +262,10 @@ class ProcessedParts:
         paths = self._ends
         for _, path, named in self.steps:
             step, part = named.step, named.step.part
-            paths += [join(path, norm.path) for norm in (step.pre, step.post) if norm]
-            if isinstance(part, Attention):
-                inside = [part.q.path, part.k.path, part.v.path, part.o]
-                inside += [norm.path for norm in part.qk_norms]
-                paths += [join(path, part.path, at) for at in inside]
-                if part.sinks:
-                    known.add(id(getattr(self.weights.module(join(path, part.path)), part.sinks)))
-            elif isinstance(part, MLP):
-                paths += [join(path, part.path, at) for at in _inside(part)]
-            elif isinstance(part, MoE):
-                shared = [join(part.shared.path, at) for at in _inside(part.shared)] if part.shared else []
-                gate = [part.shared_gate.projection.path] if part.shared_gate else []
-                paths += [join(path, part.path, at) for at in (part.router, part.experts, *gate, *shared)]
+            paths += [join(path, norm.path) for norm in step.norms]
+            paths += [join(path, part.path, at) for at in part.submodules.values()]
+            if isinstance(part, Attention) and part.sinks:
+                known.add(id(getattr(self.weights.module(join(path, part.path)), part.sinks)))
         if (bias := a.readout.bias_of(self.weights.core_model)) is not None:
             known.add(id(bias))
         for path in paths:
@@ -294,9 +273,13 @@ class ProcessedParts:
         return [name for name, parameter in self.weights.model.named_parameters() if id(parameter) not in known]
 
 
-def _inside(mlp: MLP) -> list[str]:
-    """The paths of the layers of a feed-forward module."""
-    return [at for at in (mlp.up.path, mlp.gate.path if mlp.gate else None, mlp.down, mlp.ln and mlp.ln.path) if at]
+def _feed_forward(name: str, path: str, named: NamedStep) -> Iterator[tuple[str, str, MLP]]:
+    """The MLP that a step has, alone or as its shared expert: its canonical name, its path, what it is."""
+    part, at = named.step.part, f"{name}.{named.name}"
+    if isinstance(part, MLP):
+        yield at, join(path, part.path), part
+    elif isinstance(part, MoE) and part.shared:
+        yield f"{at}.shared_expert", join(path, part.path, part.shared.path), part.shared
 
 
 def precise(x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
@@ -34,7 +35,8 @@ class FoundAttention:
         block: the call of its block.
 
     Attributes:
-        missing: what could not be found, by hook name. `cross`: its keys are at the encoder's positions.
+        missing: what could not be found, by hook name. `cross`: its keys are at the encoder's positions. `adds`: a
+            number that a layer makes for each head is added to the scores.
 
     Raises:
         NotFound: it cannot be declared as an attention.
@@ -45,6 +47,7 @@ class FoundAttention:
         self.missing: dict[str, str] = {}
         self.normed_last = False
         self.clip: float | None = None
+        self.clips_normed = self.adds = False
         # Its layers may stand in the block itself (LLaDA).
         self.owner = part.owner or block
         if len(part.softmaxes) != 1:
@@ -126,22 +129,24 @@ class FoundAttention:
             and (sets := disjoint_sets(reached)) and len(sets) == self.n_heads
         ]  # fmt: skip
         self.found: dict[str, tuple[ModuleCall, Sets, ModuleCall | None]] = {}
-        for letter, reached in (("q", reaches.from_query), ("k", reaches.from_keys), ("v", values)):
+        for letter, reached in (("q", reaches.from_query), ("v", values), ("k", reaches.from_keys)):
             carrier = self._carrier(reached)
-            if not self.cross and self._is_narrow(letter, carrier):  # what is clamped has no gradient there
+            wide = self._width(letter)
+            if not self.cross and (
+                carrier is None or len(carrier[1][0]) != wide < math.inf
+            ):  # what is clamped has no gradient
                 carrier = self._carrier(self._of_all_queries(letter, live, key_pos)) or carrier
-            if carrier is None:
+            if carrier is None or len(carrier[1][0]) > wide:  # columns that do not reach the head alone
                 self.missing[letter] = "no projection has columns of its own for each head"
             else:
                 self.found[letter] = carrier
         self.biases = {letter: bias for letter in "qk" if (bias := self._bias_behind(letter))}
         self.clip = self._clamped()
 
-    def _is_narrow(self, letter: str, carrier: tuple[ModuleCall, Sets, ModuleCall | None] | None) -> bool:
-        """Whether fewer columns of each head were found than meet in the product, or than values have."""
-        factor = self.softmax.query if letter == "q" else self.softmax.key
-        wide = self.z_by_head.shape[-1] if letter == "v" else 0 if factor is None else factor.shape[-1]
-        return carrier is None or len(carrier[1][0]) < wide
+    def _width(self, letter: str) -> float:
+        """How many columns of each head meet in the product, or values have; infinite where that is not seen."""
+        factor = {"q": self.softmax.query, "k": self.softmax.key}.get(letter, self.z_by_head)
+        return math.inf if factor is None else factor.shape[-1]
 
     def _of_all_queries(self, letter: str, live: Sequence[Tensor], key_pos: int) -> list[Tensor | None]:
         """Which columns reach each head's scores, or its `z`, of any query."""
@@ -172,13 +177,14 @@ class FoundAttention:
         for letter, factor in (("q", self.softmax.query), ("k", self.softmax.key)):
             if letter not in self.found or factor is None or not numbers:
                 continue
-            before = self._by_head(self.found[letter][0].left[0].value, letter)
+            before = self.normed(letter)
             after = factor.detach()[:, :: max(1, factor.shape[1] // before.shape[2])].transpose(1, 2).norm(dim=-1)
             if before.shape[:3] != after.shape:
                 continue
             for clip in [None, *(x for x in numbers if float(before.abs().max()) > x)]:
                 given = before if clip is None else before.clamp(-clip, clip)
                 if agree(given.norm(dim=-1), after, before):
+                    self.clips_normed = clip is not None and self._norm(letter) is not None
                     return clip
         return None
 
@@ -216,6 +222,11 @@ class FoundAttention:
             sets = None if mask is None else disjoint_sets(mask)
             if mask is None or sets is None or call.entered is None or self.n_heads % len(sets):
                 continue
+            if len(sets[0]) == 1 < self.z_by_head.shape[-1]:  # a number that is added to the scores of a key (Doge),
+                self.adds = True
+                continue
+            if self.adds and "v" in self.found and call is self.found["v"][0]:  # and is made of its value
+                continue
             group = self.n_heads // len(sets)
             if any(tuple(row.nonzero().flatten().tolist()) != sets[head // group] for head, row in enumerate(mask)):
                 continue  # heads that are not one group after the other
@@ -246,8 +257,10 @@ class FoundAttention:
         return None
 
     def _numbers(self) -> list[float]:
-        """The attention's own numbers."""
-        return [x for x in vars(self.owner.module).values() if isinstance(x, float) and x > 0]
+        """The attention's own numbers, and those of the configuration that it keeps."""
+        config = getattr(self.owner.module, "config", None)
+        kept = [*vars(self.owner.module).values(), *(vars(config).values() if config is not None else ())]
+        return list(dict.fromkeys(x for x in kept if isinstance(x, float) and x > 0))
 
     def declare(self) -> Attention:
         """The declaration.
@@ -287,7 +300,7 @@ class FoundAttention:
             norms_over=over.pop() if over else "heads",
             core="" if core == owner else relative(core, owner),
             cross=self.cross,
-            clip=self.clip,
+            clamp=None if self.clip is None else (self.clip, "normed" if self.clips_normed else "made"),
             config_values={"n_heads": self.n_heads, "n_key_value_heads": len(self.found["k"][1])},
         )
         if len(self.found["v"][1]) != len(self.found["k"][1]):
@@ -305,9 +318,8 @@ class FoundAttention:
             entered = self.found[letter][0].entered
             assert entered is not None
             made = [c for c in self.sources if c.left[0].mark == entered.mark and c.end < self.found[letter][0].start]
-            given = self.owner.entered is not None and entered.mark == self.owner.entered.mark
             pre = self.part.pre is not None and bool(made) and made[-1].path == self.part.pre.path
-            if given or pre:
+            if self.owner.reads(entered.mark) or pre:
                 found.add(None)
             else:
                 found.add(relative(made[-1].path, self.owner.path) if made else "")
@@ -390,6 +402,7 @@ class FoundAttention:
             return made + self.biases[letter][1] if letter in self.biases else made
         rows = by_position(norm[1].left[0].value, self.recording.batch, self._positions(letter))
         assert rows is not None
+        rows = rows if self.clip is None or not self.clips_normed else rows.clamp(-self.clip, self.clip)
         return rows.unflatten(-1, (len(sets), -1))
 
     def turned(self, letter: str) -> Tensor | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,7 +16,7 @@ from adapters.config import config_of
 from adapters.inputs.arguments import accepted_arguments
 from adapters.observe.calls import BorderTensor, ModuleCall, Recording
 from adapters.observe.errors import NotFound
-from adapters.paths import core_path, join, members_of
+from adapters.paths import core_path, is_inside, join, members_of
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class FoundStack:
         members: where each block stands in the list, if that is not its index: one that runs several times has all of
             them.
         ends: for blocks that are no modules, those that the stream enters first and leaves last, relative to `path`.
-        joined: of blocks that are not given what left the one before, by their index: the calls outside of the blocks
-            that what they are given is the sum of, each with its factor.
+        block_inputs: of blocks that are not given what left the one before, by their index: the calls outside of the
+            blocks that what they are given is the sum of, each with its factor.
         positions_first: what enters them is ``[pos, batch, d_model]``.
         n_streams: how many streams it carries, where they are several.
         rescaled: what the stream is multiplied with before a block, by the block's index, where that is not one.
@@ -47,7 +47,7 @@ class FoundStack:
     members: tuple[str, ...] = ()
     ends: tuple[tuple[str, str], ...] = ()
     rescaled: Mapping[int, float] = field(default_factory=dict)
-    joined: Mapping[int, tuple[tuple[str, float], ...]] = field(default_factory=dict)
+    block_inputs: Mapping[int, tuple[tuple[str, float], ...]] = field(default_factory=dict)
     positions_first: bool = False
     n_streams: int | None = None
 
@@ -76,35 +76,37 @@ def find_stacks(model: nn.Module, recording: Recording) -> tuple[list[FoundStack
     found: list[FoundStack] = []
     almost: list[str] = []
     for path, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList | nn.Sequential) or any(path.startswith(s.path + ".") for s in found):
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or is_inside(path, *(s.path for s in found)):
             continue
-        paths = [join(path, str(index)) for index in range(len(members_of(module)))]
-        calls = [recording.of(at) for at in paths]
-        ran = [index for index, each in enumerate(calls) if len(each) == 1]
-        if not ran or any(len(each) > 1 for each in calls) or (len(ran) < len(calls) and len(ran) < 2):
-            inner = [join(at, f"{name}.{index}") for at, each in zip(paths, members_of(module), strict=True)
-                     for name, child in each.named_children() if isinstance(child, nn.ModuleList)
-                     for index in range(len(members_of(child)))]  # fmt: skip
-            shared = _shared(path, inner, recording) or _shared(path, paths, recording)
-            if shared is not None:
-                found.append(shared)
-            elif any(len(each) > 1 for each in calls) and len(paths) > 1:
-                almost.append(f"the blocks of {path} run more than once")
-            continue
-        blocks = tuple(calls[index][0] for index in ran)
-        if any(block.entered is None or not block.left for block in blocks):
-            continue
-        stack, reason = _chained(path, blocks, recording, ran, len(calls))
-        if stack is not None and stack.positions_first and getattr(config_of(model), "is_encoder_decoder", False):
-            almost.append(f"the streams of an encoder and a decoder have the shape {tuple(stack.stream.value.shape)}")
-        elif stack is not None:
-            found.append(stack)
-        elif reason:
-            almost.append(reason)
+        stack, reason = _of_list(path, module, recording)
+        two = getattr(config_of(model), "is_encoder_decoder", False)
+        if stack is not None and stack.positions_first and not stack.members and two:
+            return [], f"the streams of an encoder and a decoder have the shape {tuple(stack.stream.value.shape)}"
+        found += [] if stack is None else [stack]
+        almost += [reason] if reason else []
     if not found and (other := _parallel(model, recording) or _siblings(model, recording)):
         found.append(other)
     found.sort(key=lambda stack: stack.blocks[0].start)
     return found, "" if found else "; ".join(almost[:2]) or "no list of blocks that each run once"
+
+
+def _of_list(path: str, module: nn.Module, recording: Recording) -> tuple[FoundStack | None, str]:
+    """The blocks of a list of modules; else why they are none, where that is to be said."""
+    members = members_of(module)
+    paths = [join(path, str(index)) for index in range(len(members))]
+    calls = [recording.of(at) for at in paths]
+    ran, again = [i for i, each in enumerate(calls) if len(each) == 1], any(len(each) > 1 for each in calls)
+    if not ran or again or (len(ran) < len(calls) and len(ran) < 2):
+        inner = [join(at, f"{name}.{index}") for at, each in zip(paths, members, strict=True)
+                 for name, child in each.named_children() if isinstance(child, nn.ModuleList)
+                 for index in range(len(members_of(child)))]  # fmt: skip
+        shared = _shared(path, inner, recording) or _shared(path, paths, recording)
+        said = shared is None and again and len(paths) > 1
+        return shared, f"the blocks of {path} run more than once" if said else ""
+    blocks = tuple(calls[index][0] for index in ran)
+    if any(block.entered is None or not block.left for block in blocks):
+        return None, ""
+    return _chained(path, blocks, recording, ran, len(calls))
 
 
 def _shared(path: str, paths: list[str], recording: Recording) -> FoundStack | None:
@@ -118,16 +120,23 @@ def _shared(path: str, paths: list[str], recording: Recording) -> FoundStack | N
     found, _ = _chained(path, tuple(calls), recording, list(range(len(calls))), len(calls))
     if found is None:
         return None
-    totals, counts = Counter(call.path for call in calls), Counter[str]()
-    members = []
+    totals = Counter(call.path for call in calls)
+    several = {path for path, count in totals.items() if count > 1}
+    return replace(found, members=numbered_members(recording, calls, path, several))
+
+
+def numbered_members(
+    recording: Recording, calls: Sequence[ModuleCall], path: str, several: Collection[str]
+) -> tuple[str, ...]:
+    """Where calls stand from a path on; those of modules that run several times are named by their number."""
+    counts, members = Counter[str](), []
     for call in calls:
         old, number = call.path, counts[call.path]
         counts[old] += 1
-        at = f"{old}@{number}" if totals[old] > 1 else old
-        members.append(at[len(path) + 1 :] if path else at)
-        if at != old:
-            recording.rename(call, at)
-    return replace(found, members=tuple(members))
+        if old in several:
+            recording.rename(call, f"{old}@{number}")
+        members.append(call.path[len(path) + 1 :] if path else call.path)
+    return tuple(members)
 
 
 def _siblings(model: nn.Module, recording: Recording) -> FoundStack | None:
@@ -179,23 +188,19 @@ def _parallel(model: nn.Module, recording: Recording) -> FoundStack | None:
 def number_calls(block: ModuleCall, recording: Recording) -> None:
     """Names the calls of modules that run several times in one block by their number."""
     inside = recording.between(block.start, block.end)
-    counts = Counter(call.path for call in inside)
-    for path, count in counts.items():
+    for path, count in Counter(call.path for call in inside).items():
         if count > 1 and "@" not in path:
-            for number, call in enumerate([call for call in inside if call.path == path]):
-                recording.rename(call, f"{path}@{number}")
+            numbered_members(recording, [call for call in inside if call.path == path], "", {path})
 
 
 def number_norms(stacks: list[FoundStack], recording: Recording) -> None:
     """Names the calls of norms that run several times outside of blocks (before the first and behind the last)."""
     blocks = [block for stack in stacks for block in stack.blocks]
     outside = [call for call in recording.calls if not any(block.holds(call) for block in blocks)]
-    counts = Counter(call.path for call in outside)
-    for path, count in counts.items():
+    for path, count in Counter(call.path for call in outside).items():
         calls = [call for call in outside if call.path == path]
         if 1 < count == len(recording.of(path)) and all(norm_kind(call) for call in calls):
-            for number, call in enumerate(calls):
-                recording.rename(call, f"{path}@{number}")
+            numbered_members(recording, calls, "", {path})
 
 
 def _chained(
@@ -225,9 +230,8 @@ def _chained(
     positions_first = len(stream) == 3 and stream[:2] == (recording.pos, recording.batch) and len(blocks) > 1
     several = len(stream) == 4 and stream[:2] == (recording.batch, recording.pos) and len(blocks) > 1
     if not several and (len(stream) != 3 or (stream[0] != recording.batch and not positions_first)):
-        return None, f"the stream of {path} has the shape {stream}, not [batch, pos, d_model]" if len(
-            blocks
-        ) > 1 else ""
+        said = f"the stream of {path} has the shape {stream}, not [batch, pos, d_model]"
+        return None, said if len(blocks) > 1 else ""
     if len({seen.key for seen in outputs}) > 1:
         return None, f"the blocks of {path} return the stream at different places"
     return FoundStack(

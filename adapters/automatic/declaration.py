@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, TypedDict
+from typing import Literal
 
 from torch import nn
 
-from adapters.architecture import Architecture, Block, Head, Part, Readout, Stack, Step
+from adapters.architecture import Architecture, Block, Head, NamedStep, Part, Readout, Stack, Step
 from adapters.attention import Attention
 from adapters.automatic.attention import FoundAttention
 from adapters.automatic.blocks import (
@@ -33,7 +33,7 @@ from adapters.automatic.norms import norm_kind, with_gated
 from adapters.automatic.parts import FoundPart, Norms, Parts, mixes_positions, modules_of, rerun
 from adapters.automatic.several_streams.cycles import alike, find_cycles
 from adapters.automatic.several_streams.mixing import Mixed, collapse, collapse_path, first_of, with_streams
-from adapters.automatic.stream import Found, Sums, Value
+from adapters.automatic.stream import Found, Sum, Sums, Term, Value
 from adapters.automatic.values import auxiliary_modules, with_values
 from adapters.config import act_fn_name, config_of
 from adapters.feed_forward import MoE
@@ -47,7 +47,7 @@ from adapters.observe.errors import NotFound
 from adapters.observe.modes import evaluating, outside_of_modes
 from adapters.observe.probe_copy import model_or_probe_copy
 from adapters.observe.recording import record
-from adapters.paths import base_path, core_path, join
+from adapters.paths import base_path, core_path, is_inside, join
 from adapters.views import PositionsFirst, SeveralStreams
 
 
@@ -143,7 +143,7 @@ class _Inference:
         readout = Readout()
         if pooled is not None:
             path = "" if unembed is None else relative(unembed.path, self.core)
-            readout = Readout(path, pooled=pooled.positions, pools_stream=pooled.norm is not None)
+            readout = Readout(path, pooled=None if pooled.norm else pooled.positions)
         elif unembed is not None:
             declared[-1], heads, readout = self._logits(stacks[-1], declared[-1], last_norm, unembed)
         architecture = Architecture(
@@ -225,7 +225,7 @@ class _Inference:
         if pooled.norm is None:
             return stack, pooled.unembed
         norm = Norm(self.relative(pooled.norm.path), pooled.norm.kind)
-        return replace(stack, final_norm=norm), pooled.unembed
+        return replace(stack, final_norm=norm, collapse=pooled.positions), pooled.unembed
 
     def _stack(self, found: FoundStack, name: str) -> tuple[Stack, Norm | None]:
         """A list of blocks, and its final norm with its path from the model."""
@@ -279,8 +279,8 @@ class _Inference:
         """
         factors = found.rescaled if last == 1 else {**found.rescaled, found.length: last}
         inputs: dict[int, tuple[tuple[str, float], ...]] = {i: (("", factor),) for i, factor in factors.items()}
-        joined = {i: tuple((self.relative(path), w) for path, w in each) for i, each in found.joined.items()}
-        return inputs | joined
+        summed = {i: tuple((self.relative(path), w) for path, w in each) for i, each in found.block_inputs.items()}
+        return inputs | summed
 
     def _changed_before(self, start: int) -> tuple[tuple[str, Literal["input", "output"]], ...]:
         """What the model writes over, at the borders of the modules that run before the blocks."""
@@ -329,37 +329,28 @@ class _Inference:
             for nth, (term, part) in enumerate(zip(total.terms, parts.of_sum(total), strict=True)):
                 note, earlier = dict(part.missing), parts.reads(term, total)
                 parallel_to = firsts[-1 if earlier is None else earlier] if nth else None
-                declared = self._part(part, norms, call, note)
-                on_stream = _norm(total.norm, norms, call) if nth == len(total.terms) - 1 else None
-                steps.append(
-                    Step(
-                        declared,
-                        pre=_inside(part.pre, call),
-                        result_chain=(*_post(part.post, call), *term.transform),
-                        stream_norm=on_stream,
-                        parallel_to=parallel_to,
-                        residual_transform=total.carry if nth == 0 else (),
-                        residual_sum_module=None if total.total is None else relative(total.total.path, call.path),
-                        mix=None if total.mix is None else total.mix.of(call.path),
-                        **_ends(part, declared, call),
-                    )
-                )
+                step = _step(self._part(part, norms, call, note), part, total, term, norms, call)
+                steps.append(replace(step, parallel_to=parallel_to))
                 notes.append(note)
         ends = stack.ends[place] if stack.ends else None
         self.changed |= dict.fromkeys(_changed(call, inside))
         block = Block(tuple(steps), ends, norm=_norm(found.norm, norms, call))
         for named, note in zip(block.named, notes, strict=True):
-            if named.through_one and not named.leads:
-                others = " and ".join(named.shared)
-                self.not_offered[f"{prefix}.hook_{named.name}_in"] = f"one layer reads it for {named.name} and {others}"
-            for what, why in note.items():
-                if what == "entry":
-                    self.not_offered[f"{prefix}.hook_{named.name}_in"] = why
-                    if named.first and named.before.startswith("hook_resid_mid"):
-                        self.not_offered[f"{prefix}.{named.before}"] = why
-                else:
-                    self.not_offered[f"{prefix}.{named.norm if what == 'pre' else named.name}"] = why
+            self._leave_out(prefix, named, note)
         return block
+
+    def _leave_out(self, prefix: str, named: NamedStep, note: Mapping[str, str]) -> None:
+        """Notes the hook points of a step that what was not found out about it costs."""
+        own = f"{prefix}.hook_{named.name}_in"
+        if named.through_one and not named.leads:
+            self.not_offered[own] = f"one layer reads it for {named.name} and {' and '.join(named.shared)}"
+        for what, why in note.items():
+            if what == "entry":
+                self.not_offered[own] = why
+                if named.first and named.before.startswith("hook_resid_mid"):
+                    self.not_offered[f"{prefix}.{named.before}"] = why
+            else:
+                self.not_offered[f"{prefix}.{named.norm if what == 'pre' else named.name}"] = why
 
     def _sums(self, stack: FoundStack, place: int, norms: Norms) -> tuple[Mapping[Mark, Value], Found | None]:
         """What passes borders inside a block, and its sums."""
@@ -429,43 +420,41 @@ class _Inference:
         path = relative(owner.path, block.path)
         if plays != "mixer":
             return Mixer(path, plays)
-        functions, modules = functions_of(owner.module), modules_of(owner, self.recording)
-        if not (functions or modules) and any(True for _ in owner.module.parameters()):
+        modules = modules_of(owner, self.recording)
+        if not (modules or functions_of(owner.module)) and any(True for _ in owner.module.parameters()):
             note["inside"] = "it mixes positions without a softmax, and has no modules that run once"
-        return Mixer(path, modules=modules, functions=functions)
+        return Mixer(path, modules=modules)
 
 
-class _Ends(TypedDict):
-    """Where what a part reads enters it, and where its result stands."""
-
-    out: str | None
-    out_element: int
-    entry: str | None
-
-
-def _ends(part: FoundPart, declared: Part, block: ModuleCall) -> _Ends:
-    out, seen = part.out
-    own = relative(out.path, block.path) == declared.path
-    ends = _Ends(out=None if own else relative(out.path, block.path), out_element=seen.key or 0, entry=None)
+def _step(declared: Part, part: FoundPart, total: Sum, term: Term, norms: Norms, block: ModuleCall) -> Step:
+    """The residual step of a part, which its block computes one after the other."""
+    (out, seen), post, at = part.out, _inside(part.post, block), partial(relative, base=block.path)
+    entry = None
     if isinstance(declared, Mixer):
-        ends["entry"] = "" if "entry" in part.missing else None
-        if part.reader and not part.owner:
-            ends["entry"] = relative(part.reader.path, block.path)
-    return ends
+        missing = "" if "entry" in part.missing else None
+        entry = at(part.reader.path) if part.reader and not part.owner else missing
+    return Step(
+        declared,
+        pre=_inside(part.pre, block),
+        result_chain=(*((post,) if post else ()), *term.transform),
+        stream_norm=_norm(total.norm, norms, block) if term is total.terms[-1] else None,
+        residual_transform=total.residual_transform if term is total.terms[0] else (),
+        residual_sum_module=None if total.sum_module is None else at(total.sum_module.path),
+        mix=None if total.mix is None else total.mix.of(block.path),
+        out=None if at(out.path) == declared.path else at(out.path),
+        out_element=seen.key or 0,
+        entry=entry,
+    )
 
 
 def _changed(block: ModuleCall, inside: Sequence[ModuleCall]) -> tuple[tuple[str, Literal["input", "output"]], ...]:
     """What the model writes over, at the borders of modules that hook points may stand on: those of the block."""
-    own = [call for call in (block, *inside) if f"{call.path}.".startswith(f"{block.path}.")]
+    own = [call for call in (block, *inside) if is_inside(call.path, block.path)]
     return tuple((relative(call.path, block.path), which) for call in own for which in call.changed)
 
 
 def _norm(norm: ModuleCall | None, norms: Norms, block: ModuleCall) -> Norm | None:
     return None if norm is None else Norm(relative(norm.path, block.path), norms[norm])
-
-
-def _post(norm: Norm | None, block: ModuleCall) -> tuple[Norm, ...]:
-    return () if norm is None else (Norm(relative(norm.path, block.path), norm.kind),)
 
 
 def _inside(norm: Norm | None, block: ModuleCall) -> Norm | None:

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from adapters.attention import Gate, Projection
-from adapters.automatic.layouts import relative
-from adapters.automatic.mixture import mlp_of
+from adapters.automatic.mixture import FoundExperts
 from adapters.automatic.norms import rounded
 from adapters.automatic.parts import FoundPart
 from adapters.experts import Layers, layers_of, router_matrix
@@ -20,7 +18,6 @@ from adapters.observe.errors import NotFound
 from adapters.observe.token_rows import results_by_token, weights_in_sum
 from adapters.observe.tolerance import agree
 from adapters.paths import join, members_of
-from adapters.views import times
 
 
 def list_of_experts(part: FoundPart, recording: Recording) -> tuple[str, nn.ModuleList] | None:
@@ -41,41 +38,29 @@ def list_of_experts(part: FoundPart, recording: Recording) -> tuple[str, nn.Modu
     return None
 
 
-class FoundExpertModules:
+class FoundExpertModules(FoundExperts):
     """Finds out what such a mixture is made of: which rows each expert is given, and how their results add up.
 
     Args:
-        part: the part.
-        recording: the run.
-        block: the path of its block.
+        part, recording, block, config: as for `FoundExperts`.
         experts: the path of the list, and the list.
-        config: the model's.
-
-    Attributes:
-        num_experts, experts_per_token, d_expert, gated, d_shared, act_fn: as of `FoundMixture`.
 
     Raises:
         NotFound: it cannot be declared as a mixture.
     """
 
     def __init__(
-        self,
-        part: FoundPart,
-        recording: Recording,
-        block: str,
-        experts: tuple[str, nn.ModuleList],
+        self, part: FoundPart, recording: Recording, block: str, experts: tuple[str, nn.ModuleList],
         config: PreTrainedConfig,
-    ) -> None:
+    ) -> None:  # fmt: skip
+        super().__init__(part, recording, block, config)
         assert part.owner is not None and part.owner.entered is not None
-        self.part, self.recording, self.block, self.config = part, recording, block, config
         self.owner, (self.path, modules) = part.owner, experts
         self.num_experts = len(modules)
         self.calls = [recording.of(join(self.path, str(e))) for e in range(self.num_experts)]
         self.tokens = part.owner.entered.value.flatten(0, -2).double()
         self.results, self.sent = self._results()
         self.experts_per_token = int(self.sent.sum(1).max())
-        self.d_shared: int | None = None
-        self.factors = (1.0, 1.0)
         self._look_into_an_expert()
 
     def _results(self) -> tuple[Tensor, Tensor]:
@@ -93,7 +78,7 @@ class FoundExpertModules:
         """The layers of the expert that was given most tokens."""
         ran = [call for calls in self.calls for call in calls]
         most = max(ran, key=lambda call: call.left[0].value.numel())
-        mlp, found = mlp_of(most, self.part, self.recording, self.config)
+        mlp, found = self.mlp_of(most)
         if mlp.up.view is not None or (mlp.gate is not None and mlp.gate.view is not None):
             raise NotFound(f"a layer of {most.path} makes gate and up at once")
         self.gated, self.d_expert, self.act_fn = mlp.gate is not None, found.d_mlp, found.act_fn
@@ -125,25 +110,11 @@ class FoundExpertModules:
             NotFound: what is added is not what its experts and its shared expert put out, or how they are weighted is
                 not known.
         """
-        owner = self.owner.path
         weights, shared, gate = self._sum()
         router, logits = self._router()
         returns = self._returns(router, logits, weights)
-        alone = returns == ("logits",)
-        chosen_by = self._chosen_by(self.owner if alone else router, logits, weights)
-        gates = () if gate is None else (Gate(Projection(relative(gate.path, owner)), "sigmoid"),)
-        return MoE(
-            relative(owner, self.block),
-            router=relative(router.path, owner),
-            experts=relative(self.path, owner),
-            chosen_by=chosen_by,
-            router_returns=returns,
-            factor=self.factors[0],
-            shared=shared,
-            shared_transform=(*gates, *times(self.factors[1])),
-            layers=self.layers,
-            flat=self.part.out[1].value.ndim == 2,
-        )
+        chosen_by = self._chosen_by(self.owner if returns == ("logits",) else router, logits, weights)
+        return self.declared(self.path, router, returns, chosen_by, shared, gate)
 
     def _returns(self, router: ModuleCall, logits: Tensor, weights: Tensor) -> tuple[RouterElement, ...]:
         """What the elements of the router's output are: the weights of the chosen experts, up to one factor, ..."""
@@ -218,7 +189,7 @@ class FoundExpertModules:
                     factors = factors / gate.left[0].value.flatten().double().sigmoid()
                 factor = rounded(float(factors.mean()))
                 if agree(factors, torch.full_like(factors, factor), call.left[0].value):
-                    shared, found = mlp_of(call, self.part, self.recording, self.config, self.owner.path)
+                    shared, found = self.mlp_of(call, self.owner.path)
                     self.d_shared, self.factors = found.d_mlp, (self.factors[0], factor)
                     return weights[:, : self.num_experts], shared, gate
         raise NotFound("what it puts out is not the sum of its experts and of one that all tokens are sent to")

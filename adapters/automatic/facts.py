@@ -19,6 +19,7 @@ from adapters.config import config_of, first, rotary_values
 from adapters.feed_forward import MLP
 from adapters.imports.versions import rotation_of
 from adapters.observe.calls import ModuleCall, Recording
+from adapters.observe.gradients import gradient_of
 from adapters.paths import token_embedding
 from adapters.views import AlibiScores
 
@@ -64,16 +65,17 @@ class Facts:
         self.add("n_heads", found.n_heads)
         self.add("n_key_value_heads", len(found.found["k"][1]))
         self.add("d_head", len(found.found["v"][1][0]))
-        scale = measured.scale(found)
+        cap = getattr(config_of(self.model).get_text_config(), "attn_logit_softcapping", None)
+        cap = measured.soft_cap(found, cap)
+        self.add("attn_scores_soft_cap", cap)
+        scale = measured.scale(found, cap)
         alibi = None if scale is not None or declared.rotary else measured.alibi_scale(found)
-        biased = measured.scale(found, biased=True) if scale is None and alibi is None else None
-        scaled_elsewhere = measured.scale_elsewhere(found) if not (scale or alibi or declared.rotary) else None
+        biased = measured.scale(found, cap, biased=True) if scale is None and alibi is None else None
+        scaled_elsewhere = measured.scale_elsewhere(found) if found.adds or not (scale or alibi) else None
         said = scale or alibi or biased or scaled_elsewhere
         self.add("attn_scale", said)
         own["attn_scale"] = said
         self.add("attention_dir", "causal" if found.is_causal else "bidirectional")
-        cap = getattr(config_of(self.model).get_text_config(), "attn_logit_softcapping", None)
-        self.add("attn_scores_soft_cap", measured.soft_cap(found, cap))
         self.windows.append(measured.window(found))
         if declared.rotary:
             self.add("positional_embedding_type", "rotary")
@@ -92,6 +94,8 @@ class Facts:
                     own["rotary_base"] = base
             if rotation is not None:
                 self.add("rotary_adjacent_pairs", rotation[1])
+            if scaled_elsewhere is not None and declared.k.latent is None and not declared.cross:
+                declared = replace(declared, score_bias_modules=measured.adding(found))
         elif alibi is not None or isinstance(declared.scores, AlibiScores):
             self.add("positional_embedding_type", "alibi")
         elif table := find_table(found, self.table):
@@ -118,6 +122,8 @@ class Facts:
         values: dict[str, object] = {"d_model": found.d_model, "d_mlp": None, "act_fn": None}
         values |= {"n_heads": 0, "n_key_value_heads": None, "d_head": 0, "attn_scale": None}
         values |= {name: counts.most_common(1)[0][0] for name, counts in self.counts.items()}
+        if "attention_dir" not in values and _looks_ahead(found):
+            values["attention_dir"] = "bidirectional"
         if values.get("positional_embedding_type") == "rotary":
             dims = [dim for dim in self.counts.get("rotary_dim", {}) if isinstance(dim, int)]
             said = self._rotary_values()
@@ -176,14 +182,26 @@ class Facts:
         return {}
 
 
+def _looks_ahead(found: FoundStack) -> bool:
+    """Whether the first token's last stream is made of later ones: of blocks in which no attention was found."""
+    last = found.outputs[-1].live
+    first = last[0] if found.positions_first else last[:, 0]
+    gradient = gradient_of(first.pow(2).sum(), found.stream.live)
+    return gradient is not None and bool((gradient[1:] if found.positions_first else gradient[:, 1:]).any())
+
+
 def all_rotated(blocks: list[Block]) -> list[Block]:
-    """Where some layers rotate queries and keys, the others show them as they are."""
-    if not any(part.rotary for block in blocks for part in block.attentions):
+    """Where some layers rotate queries and keys, the others show them as they are, if they meet as in those."""
+    parts = [part for block in blocks for part in block.attentions]
+    scales = {part.own("attn_scale", None) for part in parts if part.rotary}
+    if not scales:
         return blocks
 
     def shown(step: Step) -> Step:
         part = step.part
-        return replace(step, part=replace(part, rotary=part.rotary or "last")) if isinstance(part, Attention) else step
+        if not isinstance(part, Attention) or part.rotary or part.own("attn_scale", None) not in scales:
+            return step
+        return replace(step, part=replace(part, rotary="last"))
 
     return [replace(block, steps=tuple(map(shown, block.steps))) for block in blocks]
 
@@ -202,25 +220,14 @@ def with_sizes(block: Block, values: Mapping[str, object]) -> Block:
             return replace(part, up=sized(part.up, values["d_mlp"]))
         if not isinstance(part, Attention):
             return part
-        return replace(
-            part,
-            q=sized(part.q, d_head),
-            k=sized(part.k, d_head),
-            v=sized(part.v, d_head),
-            config_values={
-                name: value
-                for name, value in part.config_values.items()
-                if value is not None and value != usual.get(name)
-            },
-        )
+        q, k, v = (sized(each, d_head) for each in part.projections.values())
+        others = {name: x for name, x in part.config_values.items() if x is not None and x != usual.get(name)}
+        return replace(part, q=q, k=k, v=v, config_values=others)
 
     return replace(block, steps=tuple(replace(step, part=own(step.part)) for step in block.steps))
 
 
 def all_sized(stack: Stack, values: Mapping[str, object]) -> Stack:
     """A stack of such blocks."""
-    return replace(
-        stack,
-        block=with_sizes(stack.block, values),
-        layers={i: with_sizes(each, values) for i, each in stack.layers.items()},
-    )
+    layers = {i: with_sizes(each, values) for i, each in stack.layers.items()}
+    return replace(stack, block=with_sizes(stack.block, values), layers=layers)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from adapters.automatic.attention import FoundAttention
 from adapters.automatic.layouts import relative
+from adapters.automatic.norms import rounded
 from adapters.observe.errors import NotFound
 from adapters.observe.gradients import by_position, gradient_of
 from adapters.observe.tolerance import FITTED, ROUNDED_TABLE, tolerance, worked_out
@@ -87,11 +88,12 @@ def soft_cap(attention: FoundAttention, said: float | None) -> float:
     return said if left(capped) < tolerance(attention.softmax.scores) or left(capped) < 0.1 * left(plain) else -1.0
 
 
-def scale(attention: FoundAttention, *, biased: bool = False) -> float | None:
+def scale(attention: FoundAttention, cap: float, *, biased: bool = False) -> float | None:
     """What the product of queries and keys is divided by; None where the scores are not that product.
 
     Args:
         attention: the attention.
+        cap: the soft cap of its scores; -1: they have none.
         biased: what is added for each place alone, the same in every row of the batch, does not count.
     """
     found = attention.product()
@@ -103,6 +105,7 @@ def scale(attention: FoundAttention, *, biased: bool = False) -> float | None:
     position = min(5, attention.query_pos - 1)
     pair = [position, position - 1]
     scores = attention.softmax.scores.detach().double()[:, :, position, pair]
+    scores = cap * (scores / cap).atanh() if cap > 0 else scores
     differences, products = (
         scores[..., 0] - scores[..., 1],
         (product[:, :, position, pair] * _SIGNS.to(product.device)).sum(-1),
@@ -117,7 +120,7 @@ def scale(attention: FoundAttention, *, biased: bool = False) -> float | None:
             float(query.norm() / q.norm()) * float(key.norm() / k.norm()) / (attention.n_heads / k.shape[2]) ** 0.5
         )
     usual = q.shape[-1] ** 0.5
-    return usual if abs(factor * usual - 1) < FITTED else float(f"{1 / factor:.5g}")
+    return usual if abs(factor * usual - 1) < FITTED else rounded(1 / factor)
 
 
 def scale_elsewhere(attention: FoundAttention) -> float | None:
@@ -125,33 +128,44 @@ def scale_elsewhere(attention: FoundAttention) -> float | None:
 
     The gradient of a score with respect to its query is the key, divided, and what is the same in every row.
     """
-    call, sets, _ = attention.found["q"]
-    live, scores = call.left[0].live, attention.softmax.scores
     position = min(5, attention.query_pos - 1)
-    batch = attention.recording.batch
-    gradient = gradient_of(scores[:, :, position, position - 1].sum(), live)
-    rows = None if gradient is None else by_position(gradient, batch, attention.query_pos)
-    if rows is None or attention.rotated() or batch < 2:
+    score = attention.softmax.scores[:, :, position, position - 1].sum()
+    query, key = attention.softmax.query, attention.softmax.key
+    if attention.recording.batch < 2:
         return None
-    reached = rows[:, position][..., torch.tensor(sets, device=rows.device)].double()
-    keys = attention.normed("k").double()[:, position - 1]
+    if attention.rotated():
+        gradient = None if query is None else gradient_of(score, query)
+        if gradient is None or key is None:
+            return None
+        reached, keys = gradient[:, :, position].double(), key.detach()[:, :, position - 1].double()
+    else:
+        call, sets, _ = attention.found["q"]
+        gradient = gradient_of(score, call.left[0].live)
+        rows = None if gradient is None else by_position(gradient, attention.recording.batch, attention.query_pos)
+        if rows is None:
+            return None
+        reached = rows[:, position][..., torch.tensor(sets, device=rows.device)].double()
+        keys = attention.normed("k").double()[:, position - 1]
+    if attention.n_heads % keys.shape[1]:
+        return None
     keys = keys.repeat_interleave(attention.n_heads // keys.shape[1], dim=1)
-    if reached.shape != keys.shape:
-        return None
-    factor = _ratio(reached - reached.mean(0), keys - keys.mean(0))
+    factor = _ratio(reached - reached.mean(0), keys - keys.mean(0)) if reached.shape == keys.shape else None
     if factor is None:
         return None
     usual = keys.shape[-1] ** 0.5
-    return usual if abs(factor * usual - 1) < FITTED else float(f"{1 / factor:.5g}")
+    return usual if abs(factor * usual - 1) < FITTED else rounded(1 / factor)
 
 
 def adding(attention: FoundAttention) -> tuple[str, ...]:
-    """The linear layers inside that have a part in the scores, and are neither queries nor keys."""
+    """The linear layers inside that make something of places which has a part in the scores."""
     known = {attention.found[letter][0].path for letter in "qk"}
+    of_tokens = (attention.recording.batch, attention.query_pos)
     total = (attention.softmax.scores * torch.linspace(-1, 1, attention.key_pos).to(attention.softmax.scores)).sum()
     found = []
     for call in attention.recording.between(attention.owner.start, attention.softmax.time):
         if call.is_linear and call.path not in known and attention.owner.holds(call) and len(call.left) == 1:
+            if call.left[0].value.shape[:2] == of_tokens:
+                continue
             gradient = gradient_of(total, call.left[0].live)
             if gradient is not None and bool(gradient.any()):
                 found.append(relative(call.path, attention.owner.path))
@@ -186,7 +200,7 @@ def alibi_scale(attention: FoundAttention) -> float | None:
         return None
     usual = attention.normed("q").shape[-1] ** 0.5
     scale = 1 / (sum(factors) / len(factors))
-    return usual if abs(scale / usual - 1) < FITTED else float(f"{scale:.4g}")
+    return usual if abs(scale / usual - 1) < FITTED else rounded(scale)
 
 
 def _ratio(made: Tensor, of: Tensor) -> float | None:

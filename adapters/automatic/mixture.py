@@ -26,8 +26,8 @@ from adapters.experts import (
     stacked,
     width,
 )
-from adapters.feed_forward import CHOICE, MLP, ChosenBy, MoE
-from adapters.observe.calls import ModuleCall, Recording
+from adapters.feed_forward import CHOICE, MLP, ChosenBy, MoE, RouterElement
+from adapters.observe.calls import ModuleCall, Recording, tightest
 from adapters.observe.errors import NotFound
 from adapters.observe.tolerance import NEGLIGIBLE, agree
 from adapters.offloaded import materialized
@@ -52,39 +52,13 @@ def experts_of(part: FoundPart, recording: Recording) -> ModuleCall | None:
     return None
 
 
-def mlp_of(
-    call: ModuleCall, part: FoundPart, recording: Recording, config: PreTrainedConfig, base: str = ""
-) -> tuple[MLP, FoundMLP]:
-    """What a module of a mixture is as an MLP, and how that was found.
-
-    Args:
-        call: of the module.
-        part: the mixture.
-        recording, config: as for `FoundMixture`.
-        base: what the path of the MLP is relative to.
-
-    Raises:
-        NotFound: it is none.
-    """
-    inside = [c for c in recording.calls if call.holds(c) and c.is_linear]
-    last = [c for c in inside if c.left[0].mark == call.left[0].mark]
-    if not last:
-        raise NotFound(f"what {call.path} puts out is not what a linear layer of it does")
-    matrices = [c for c in inside if c is not last[-1]]
-    of_call = FoundPart(call, (call, call.left[0]), last[-1], None, None, matrices, [], part.reads, call.start)
-    found = FoundMLP(of_call, base, config, {}, {})
-    mlp = found.declare()
-    return replace(mlp, up=replace(mlp.up, width=None)), found
-
-
-class FoundMixture:
-    """Finds out what a mixture of experts is made of.
+class FoundExperts:
+    """What is found of a mixture, however its experts are kept.
 
     Args:
         part: the part.
         recording: the run.
         block: the path of its block.
-        experts: the call of its experts.
         config: the model's.
 
     Attributes:
@@ -92,6 +66,66 @@ class FoundMixture:
         gated: its experts have a gate.
         d_shared: the width of its shared expert, None where it has none.
         act_fn: the name of the activation function, None where it has none that is known.
+    """
+
+    owner: ModuleCall
+    num_experts: int
+    experts_per_token: int
+    gated: bool
+
+    def __init__(self, part: FoundPart, recording: Recording, block: str, config: PreTrainedConfig) -> None:
+        self.part, self.recording, self.block, self.config = part, recording, block, config
+        self.layers: Layers | None = None
+        self.d_expert: int | None = None
+        self.d_shared: int | None = None
+        self.act_fn: str | None = None
+        #: What the results of the experts, and of the shared one, are multiplied with.
+        self.factors: tuple[float, float] = (1.0, 1.0)
+
+    def mlp_of(self, call: ModuleCall, base: str = "") -> tuple[MLP, FoundMLP]:
+        """What a module of the mixture is as an MLP, with its path from `base`, and how that was found.
+
+        Raises:
+            NotFound: it is none.
+        """
+        inside = [c for c in self.recording.calls if call.holds(c) and c.is_linear]
+        last = [c for c in inside if c.left[0].mark == call.left[0].mark]
+        if not last:
+            raise NotFound(f"what {call.path} puts out is not what a linear layer of it does")
+        matrices, ends = [c for c in inside if c is not last[-1]], (call, call.left[0])
+        of_call = FoundPart(call, ends, last[-1], None, None, matrices, [], self.part.reads, call.start)
+        found = FoundMLP(of_call, base, self.config, {}, {})
+        mlp = found.declare()
+        return replace(mlp, up=replace(mlp.up, width=None)), found
+
+    def declared(
+        self, experts: str, router: ModuleCall, returns: tuple[RouterElement, ...], chosen_by: ChosenBy,
+        shared: MLP | None, gate: ModuleCall | None, margin: float = 0.0,
+    ) -> MoE:  # fmt: skip
+        """The declaration; its arguments are what `MoE` says, with paths from the model."""
+        owner = self.owner.path
+        gates = () if gate is None else (Gate(Projection(relative(gate.path, owner)), "sigmoid"),)
+        return MoE(
+            relative(owner, self.block),
+            router=relative(router.path, owner),
+            experts=relative(experts, owner),
+            chosen_by=chosen_by,
+            margin=margin,
+            router_returns=returns,
+            factor=self.factors[0],
+            shared=shared,
+            shared_transform=(*gates, *times(self.factors[1])),
+            layers=self.layers,
+            flat=self.part.out[1].value.ndim == 2,
+        )
+
+
+class FoundMixture(FoundExperts):
+    """Finds out what a mixture of experts is made of.
+
+    Args:
+        part, recording, block, config: as for `FoundExperts`.
+        experts: the call of its experts.
 
     Raises:
         NotFound: it cannot be declared as a mixture.
@@ -100,12 +134,8 @@ class FoundMixture:
     def __init__(
         self, part: FoundPart, recording: Recording, block: str, experts: ModuleCall, config: PreTrainedConfig
     ) -> None:
-        self.part, self.recording, self.block, self.experts, self.config = part, recording, block, experts, config
-        self.layers: Layers | None = None
-        self.in_batches = False
-        self.gated = has_gate(experts.module)
-        self.d_expert: int | None = None
-        self.act_fn: str | None = None
+        super().__init__(part, recording, block, config)
+        self.experts, self.in_batches, self.gated = experts, False, has_gate(experts.module)
         if are_modules(experts.module):
             self.num_experts = len(members_of(experts.module))
             self._look_into_an_expert()
@@ -132,8 +162,6 @@ class FoundMixture:
             chosen = self.router.element(1).value if self.chosen is None else self.chosen
             self.experts_per_token = chosen.shape[-1]
         self.owner = self._owner()
-        self.d_shared: int | None = None
-        self.factors = (1.0, 1.0)
 
     def _rows(self) -> int:
         """How many tokens the part is given."""
@@ -172,7 +200,7 @@ class FoundMixture:
         most = max(ran, key=lambda call: len(call.left[0].value), default=None)
         if most is None or len(most.left[0].value) < 3:
             raise NotFound(f"no module in {self.experts.path} was given three tokens, by which it could be known")
-        mlp, found = self._mlp(most)
+        mlp, found = self.mlp_of(most)
         if mlp.gate is not None and mlp.gate.view is None and mlp.up.view is None:
             self.layers = mlp.gate.path, mlp.up.path, mlp.down
             if layers_of(most.module) == self.layers:
@@ -180,13 +208,13 @@ class FoundMixture:
             self.d_expert, self.act_fn = found.d_mlp, found.act_fn
 
     def _owner(self) -> ModuleCall:
-        around = [
+        around = tightest(
             call for call in self.recording.calls
             if call.holds(self.router) and call.holds(self.experts) and call.path.startswith(self.block + ".")
-        ]  # fmt: skip
-        if not around:
+        )  # fmt: skip
+        if around is None:
             raise NotFound("no module stands around its router and its experts")
-        return min(around, key=lambda call: call.end - call.start)
+        return around
 
     def _margin(self) -> float | None:
         """How close others have to come to experts that are chosen in turn: one of the router's own numbers."""
@@ -240,7 +268,6 @@ class FoundMixture:
         Raises:
             NotFound: what is added is not what its experts and its shared expert put out.
         """
-        owner = self.owner.path
         shared, gate = self._shared()
         linear = [call for call in self.recording.calls if self.router.holds(call) and call.is_linear]
         if not linear and getattr(self.router.module, "weight", None) is None:
@@ -248,24 +275,10 @@ class FoundMixture:
         chosen_by: ChosenBy = self.chosen_by()
         if chosen_by == "probabilities" and self._corrected():
             chosen_by = "corrected probabilities"
-        gates = () if gate is None else (Gate(Projection(relative(gate.path, owner)), "sigmoid"),)
-        return MoE(
-            relative(owner, self.block),
-            router=relative(self.router.path, owner),
-            experts=relative(self.experts.path, owner),
-            chosen_by=chosen_by,
-            margin=(self._margin() or 0.0) if chosen_by == "in turn" else 0.0,
-            router_returns=("every weight", "logits")
-            if self.in_batches
-            else CHOICE
-            if self.chosen is None
-            else ("logits",),
-            factor=self.factors[0],
-            shared=shared,
-            shared_transform=(*gates, *times(self.factors[1])),
-            layers=self.layers,
-            flat=self.part.out[1].value.ndim == 2,
-        )
+        returns: tuple[RouterElement, ...] = CHOICE if self.chosen is None else ("logits",)
+        returns = ("every weight", "logits") if self.in_batches else returns
+        margin = (self._margin() or 0.0) if chosen_by == "in turn" else 0.0
+        return self.declared(self.experts.path, self.router, returns, chosen_by, shared, gate, margin)
 
     def _shared(self) -> tuple[MLP | None, ModuleCall | None]:
         """The expert that every token is sent to, and the gate behind it."""
@@ -289,7 +302,7 @@ class FoundMixture:
                 if gate is not None:
                     value = value * gate.left[0].value.flatten(0, -2).double().sigmoid()
                 if self._is_sum(total, [routed, value.flatten()]):
-                    shared, found = self._mlp(call, self.owner.path)
+                    shared, found = self.mlp_of(call, self.owner.path)
                     self.d_shared, self.act_fn = found.d_mlp, self.act_fn or found.act_fn
                     return shared, gate
         raise NotFound("what it puts out is not the sum of its experts and of one that all tokens are sent to")
@@ -305,9 +318,6 @@ class FoundMixture:
         first, *second = map(rounded, weights.tolist())
         self.factors = (first, second[0] if second else 1.0)
         return True
-
-    def _mlp(self, call: ModuleCall, base: str = "") -> tuple[MLP, FoundMLP]:
-        return mlp_of(call, self.part, self.recording, self.config, base)
 
     def _activation(self) -> str | None:
         """The name of the activation function of experts that are kept in one parameter for all."""

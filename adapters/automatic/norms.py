@@ -93,12 +93,12 @@ def with_gated(calls: Sequence[ModuleCall], norms: Mapping[ModuleCall, NormKind]
         for norm in [each for each in inside if each in norms and each.entered and not norms[each].centered]:
             assert norm.entered is not None
             made, left = norm.left[0], call.left[0].value
-            for gate in [each for each in inside if each.entered and each.entered.mark == made.mark and each.left]:
-                if norm.entered.mark != call.entered.mark or gate.left[0].value.shape != left.shape:
+            for gate in [each for each in inside if each.reads(made.mark) and each.left]:
+                if not call.reads(norm.entered.mark) or gate.left[0].value.shape != left.shape:
                     continue
                 if agree(made.value * gate.left[0].value.sigmoid(), left):
                     inner, behind = (relative(each.path, call.path) for each in (norm, gate))
-                    found[call] = replace(norms[norm], gated=(inner, behind))
+                    found[call] = replace(norms[norm], inside=(inner, behind))
                     found.pop(norm, None)
                     break
     return found

@@ -13,7 +13,7 @@ from adapters.automatic.stream import Sum, Term, Value
 from adapters.inputs.arguments import argument_names
 from adapters.mixers.part import axes_of
 from adapters.norms import OPAQUE_NORM, Norm, NormKind
-from adapters.observe.calls import BorderTensor, ModuleCall, Recording, Softmax, elements_of
+from adapters.observe.calls import BorderTensor, ModuleCall, Recording, Softmax, elements_of, tightest
 from adapters.observe.errors import NotFound
 from adapters.observe.gradients import gradient_of
 from adapters.observe.tolerance import tolerance
@@ -148,7 +148,7 @@ class Parts:
             and all(call.start < each.time < call.end for each in softmaxes)
             and (call is not producer or not (call.is_leaf and call.is_linear))
         ]  # fmt: skip
-        return min(around, key=lambda call: call.end - call.start, default=None)
+        return tightest(around)
 
     def _find_reading(self, part: FoundPart, total: Sum) -> None:
         """The norm that the part reads through."""
@@ -157,22 +157,23 @@ class Parts:
         inner = {call.entered.mark for call in self.inside if part.owner and part.owner.holds(call) and call.entered}
         stream = total.before
         early = [call for call in self.inside if part.start < call.start and call.end <= part.producer.end]
-        reads = [call for call in early if call.entered and call.entered.mark == stream.mark]
+        reads = [call for call in early if call.reads(stream.mark)]
         part.reader = next((call for call in reads if call not in self.norms), None)
         for call, kind in self.norms.items():
-            before = call.entered and call.entered.mark == stream.mark and call.end <= part.producer.end
-            if before and not part.owner:  # what it norms is given to the first module that is given it
-                read = [c for c in early if c.entered and c.entered.mark == call.left[0].mark and c.start > call.end]
+            if not call.reads(stream.mark) or call.end > part.producer.end:
+                continue
+            if not part.owner:  # what it norms is given to the first module that is given it
+                read = [c for c in early if c.reads(call.left[0].mark) and c.start > call.end]
                 part.reader = read[0] if read else part.reader
                 given |= {call.left[0].mark} if read else set()
-            if before and call.left[0].mark in given | inner:
+            if call.left[0].mark in given | inner:
                 part.pre = Norm(call.path, kind)
                 return
         if stream.mark in given or (part.reader and not part.owner):
             return
         # Something stands between that is no norm that we know.
         for call in self.inside:
-            between = call.entered and call.entered.mark == stream.mark and call.end <= part.producer.end
+            between = call.reads(stream.mark) and call.end <= part.producer.end
             if between and call is not part.owner and call.is_leaf and any(seen.mark in given for seen in call.left):
                 part.pre = Norm(call.path, OPAQUE_NORM)
                 part.missing["pre"] = f"{call.path} is a {type(call.module).__name__}, which is no norm that is known"
@@ -246,15 +247,9 @@ def rerun(
 
     if entry.entered is None or entry.entered.value.ndim != 3 or "@" in entry.path + left.path:
         return None
-    handles = [
-        entry.module.register_forward_pre_hook(change, with_kwargs=True), left.module.register_forward_hook(look),
-    ]  # fmt: skip
-    try:
-        with torch.no_grad():
-            model(**inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    changed = entry.module.register_forward_pre_hook(change, with_kwargs=True)
+    with torch.no_grad(), changed, left.module.register_forward_hook(look):
+        model(**inputs)
     return seen[0] if seen else None
 
 
@@ -264,8 +259,8 @@ def modules_of(owner: ModuleCall, recording: Recording) -> tuple[tuple[str, str]
     for call in recording.calls:
         once = owner.holds(call) and call is not owner and len(recording.of(call.path)) == 1
         once = once and not isinstance(call.module, nn.Dropout)
-        if once and call.is_leaf and call.n_left == 1 and call.left and call.left[0].key is None:
-            path, shape = relative(call.path, owner.path), call.left[0].value.shape
+        if once and call.is_leaf and call.whole:
+            path, shape = relative(call.path, owner.path), call.whole.value.shape
             if len(shape) > 1:
                 name = path.rpartition(".")[2]
                 found.append((path, axes_of(name, shape, recording.batch, recording.pos)))

@@ -75,8 +75,8 @@ class Sum:
         terms: what is added, in the order of the computation; what was made before `start`, last.
         norm: the norm on the stream behind it: its call. The next sum is made from what that puts out.
         start, end: the times between which its parts run.
-        carry: what happens to the stream before the terms are added.
-        total: the module that puts it out, where there is one.
+        residual_transform: what happens to the stream before the terms are added.
+        sum_module: the module that puts it out, where there is one.
         mix: what stands between several streams and the part; `before` is then what the part reads.
     """
 
@@ -86,8 +86,8 @@ class Sum:
     start: int
     end: int
     norm: ModuleCall | None = None
-    carry: Chain = ()
-    total: ModuleCall | None = None
+    residual_transform: Chain = ()
+    sum_module: ModuleCall | None = None
     mix: FoundMix | None = None
 
 
@@ -154,7 +154,7 @@ class Sums:
 
     def find(self) -> Found | None:
         """The sums, in order, from what enters the block to what leaves it; None where they do not explain it."""
-        first = [n for n in self.norms if n.entered and n.entered.mark == self.x.mark]
+        first = [n for n in self.norms if n.reads(self.x.mark)]
         entries = [(self.x, self.block.start, None)] + [
             (following, norm.end, norm) for norm in first if (following := self.values.get(norm.left[0].mark))
         ]  # fmt: skip
@@ -228,21 +228,21 @@ class Sums:
         for value in self._candidates(start, end, [before, after]):
             v = value.x.view(-1, width)
             fitted = fit(x, v, y, self.close)
-            carry, adjust = named(fitted, self.block.module) if fitted else (None, None)
-            if carry is None or adjust is None:
+            on_stream, on_added = named(fitted, self.block.module) if fitted else (None, None)
+            if on_stream is None or on_added is None:
                 continue
             block = self.block.module
             with torch.no_grad():
-                left = transformed(carry, x, block) + transformed(adjust, v, block) - y
+                left = transformed(on_stream, x, block) + transformed(on_added, v, block) - y
             if bool((left.abs() <= self.close * y.abs().max()).all()):
-                total = next((call for call, _ in after.made if call.entered and call.entered.mark == value.mark), None)
-                return Sum(before, after, (Term(value, adjust),), start, end, None, carry, total)
+                sum_module = next((call for call, _ in after.made if call.reads(value.mark)), None)
+                return Sum(before, after, (Term(value, on_added),), start, end, None, on_stream, sum_module)
         return None
 
     def _without_residual(self, before: Value, after: Value, start: int, end: int) -> Sum | None:
         """The same, where the stream before has no part in it."""
         terms = self.explain(after.x, start, end, [before, after])
-        return None if terms is None else Sum(before, after, terms, start, end, carry=times(0.0))
+        return None if terms is None else Sum(before, after, terms, start, end, residual_transform=times(0.0))
 
     def _candidates(self, start: int, end: int, known: Sequence[Value]) -> list[Value]:
         """What modules put out between two times, but for what is known to be a stream."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -37,76 +37,114 @@ def with_values(found: FoundAttention, declared: Attention) -> Attention:
     z = found.z_by_head.detach().double()
     if mixed.shape != z.shape:
         raise NotFound(f"what enters its output projection is {z.shape[-1]} wide for each head, values {v.shape[-1]}")
-
-    def is_z(x: Tensor) -> bool:
-        return agree(x, z, found.z.value)
-
-    if is_z(mixed):
+    between = _Between(found, mixed, z)
+    if between.is_z(mixed):
         return declared
-    factor = rounded(float((mixed * z).sum() / (mixed * mixed).sum()))
-    made, entered = found.made_by("v").left[0].live, found.found["v"][0].entered
-    if is_z(mixed * factor) and entered and is_linear_through(found.z_by_head, made, entered.live):
-        return replace(declared, z_transform=Affine(factor))
-    flat = mixed.flatten(2)
-    for call in found.sources:
-        behind = call.entered if not call.is_linear and call.left[0].mark == found.z.mark else None
-        if behind and agree(behind.value.flatten(2), flat, found.z.value):
-            norm = Norm(relative(call.path, found.owner.path), found.norms[call])
-            return replace(declared, z_transform=norm)
-    for call, sets in found.gates:
-        rows = by_position(call.left[0].value, found.recording.batch, found.query_pos)
-        gate = None if rows is None else rows[..., torch.tensor(sets, device=rows.device)].double()
-        for name, function in GATE_FUNCTIONS.items():
-            if gate is not None and gate.shape[-1] in (1, z.shape[-1]) and is_z(mixed * function(gate)):
-                view = heads_view(sets, call.left[0].value.shape[-1])
-                path = relative(call.path, found.owner.path)
-                return replace(declared, z_transform=Gate(Projection(path, view), name))
-    rest = z - mixed
-    bound = worked_out(found.z.value) * float(z.abs().max())
-    if bool(((rest - rest[:1, :1]).abs() <= bound).all()):
-        bias = parameter_of(found.owner.module, rest[0, 0], bound)
-        if bias is not None:
-            return replace(declared, v=replace(declared.v, bias=bias))
-    for call in found.recording.between(found.owner.start, found.owner.end):
-        added = call.left[0].value if call.left and call.is_leaf else None
-        if (
-            added is not None
-            and added.shape == z.transpose(1, 2).shape
-            and is_z(mixed + added.transpose(1, 2).double())
-        ):
-            return replace(declared, z_transform=AddedOutput(relative(call.path, found.owner.path)))
-    total = found.softmax.scores.detach().double().logsumexp(-1).transpose(1, 2)[..., None]
-    for name, parameter in found.owner.module.named_parameters(recurse=False):
-        if parameter.shape == (found.n_heads,) and is_z(mixed * (total - parameter.detach()[:, None]).sigmoid()):
-            return replace(declared, z_transform=SinkGate(name))
+    if transform := between.factor() or between.norm() or between.gate():
+        return replace(declared, z_transform=transform)
+    if bias := between.bias():
+        return replace(declared, v=replace(declared.v, bias=bias))
+    if last := between.added() or between.sinks():
+        return replace(declared, z_transform=last)
     raise NotFound("what enters its output projection is not pattern @ v: something unknown stands between")
+
+
+@dataclass(frozen=True)
+class _Between:
+    """What may stand between `pattern @ v` and `z`, each looked for by itself; None where it is not that.
+
+    Attributes:
+        found: the attention.
+        mixed: ``pattern @ v``, ``[batch, query, head, d_head]``.
+        z: what enters the output projection, likewise.
+    """
+
+    found: FoundAttention
+    mixed: Tensor
+    z: Tensor
+
+    def is_z(self, x: Tensor) -> bool:
+        """Whether this is what enters the output projection."""
+        return agree(x, self.z, self.found.z.value)
+
+    def _relative(self, path: str) -> str:
+        return relative(path, self.found.owner.path)
+
+    def factor(self) -> Affine | None:
+        """A constant."""
+        factor = rounded(float((self.mixed * self.z).sum() / (self.mixed * self.mixed).sum()))
+        made, entered = self.found.made_by("v").left[0].live, self.found.found["v"][0].entered
+        known = self.is_z(self.mixed * factor) and entered
+        return Affine(factor) if known and is_linear_through(self.found.z_by_head, made, known.live) else None
+
+    def norm(self) -> Norm | None:
+        """A norm over all heads, or each."""
+        for call in self.found.sources:
+            behind = call.entered if not call.is_linear and call.left[0].mark == self.found.z.mark else None
+            if behind and agree(behind.value.flatten(2), self.mixed.flatten(2), self.found.z.value):
+                return Norm(self._relative(call.path), self.found.norms[call])
+        return None
+
+    def gate(self) -> Gate | None:
+        """A function of what a projection makes."""
+        for call, sets in self.found.gates:
+            rows = by_position(call.left[0].value, self.found.recording.batch, self.found.query_pos)
+            gate = None if rows is None else rows[..., torch.tensor(sets, device=rows.device)].double()
+            if gate is None or gate.shape[-1] not in (1, self.z.shape[-1]):
+                continue
+            for name, function in GATE_FUNCTIONS.items():
+                if self.is_z(self.mixed * function(gate)):
+                    view = heads_view(sets, call.left[0].value.shape[-1])
+                    return Gate(Projection(self._relative(call.path), view), name)
+        return None
+
+    def bias(self) -> str | None:
+        """The name of a parameter that is added to the values."""
+        rest = self.z - self.mixed
+        bound = worked_out(self.found.z.value) * float(self.z.abs().max())
+        alike = bool(((rest - rest[:1, :1]).abs() <= bound).all())
+        return parameter_of(self.found.owner.module, rest[0, 0], bound) if alike else None
+
+    def added(self) -> AddedOutput | None:
+        """The output of a module that reads the values, too."""
+        for call in self.found.recording.between(self.found.owner.start, self.found.owner.end):
+            made = call.left[0].value if call.left and call.is_leaf else None
+            if made is None or made.shape != self.z.transpose(1, 2).shape:
+                continue
+            if self.is_z(self.mixed + made.transpose(1, 2).double()):
+                return AddedOutput(self._relative(call.path))
+        return None
+
+    def sinks(self) -> SinkGate | None:
+        """The sigmoid of what the scores add up to, less a parameter of each head."""
+        total = self.found.softmax.scores.detach().double().logsumexp(-1).transpose(1, 2)[..., None]
+        for name, parameter in self.found.owner.module.named_parameters(recurse=False):
+            one_each = parameter.shape == (self.found.n_heads,)
+            if one_each and self.is_z(self.mixed * (total - parameter.detach()[:, None]).sigmoid()):
+                return SinkGate(name)
+        return None
 
 
 def auxiliary_modules(found: FoundAttention, declared: Attention, norms: Norms) -> tuple[tuple[str, str], ...]:
     """The modules with parameters in an attention that play no known part, with the axes of what they make."""
-    paths = [p.path for p in (declared.q, declared.k, declared.v, declared.gate) if p]
-    paths += [each.norm.path for each in declared.projections.values() if each.norm]
+    owner, latent = found.owner, {path for path in (declared.q.latent, declared.k.latent) if path}
     added = declared.z_transform.path if isinstance(declared.z_transform, AddedOutput) else None
-    single = (declared.o, declared.q.latent, declared.k.latent, declared.position_bias, added)
-    paths += [path for path in (*single, *(declared.score_bias_modules or ())) if path]
-    owner = found.owner
+    single = (declared.gate and declared.gate.path, declared.position_bias, added, *(declared.score_bias_modules or ()))
+    paths = [path for path in (*declared.submodules.values(), *latent, *single) if path]
     known = {join(owner.path, path) for path in paths} | {n.path for n in (found.part.pre, found.part.post) if n}
     latents = [
         call.entered.value for call in norms
-        if call.entered and call.path in {join(owner.path, path) for path in single[1:3] if path}
+        if call.entered and call.path in {join(owner.path, path) for path in latent}
     ]  # fmt: skip
     others = []
     for call in found.recording.between(max(owner.start, found.part.start), found.part.producer.end):
-        own = call.is_leaf and any(True for _ in call.module.parameters(recurse=False)) and call not in norms
-        own = own or (
-            call in norms
-            and not isinstance(call.module, nn.Dropout)
-            and call.path not in known
-            and call.end < found.part.producer.start
-        )
-        if not own or call.path in known or call.n_left != 1 or not call.left or call.left[0].key is not None:
+        if call in norms:
+            own = not isinstance(call.module, nn.Dropout) and call.end < found.part.producer.start
+        else:
+            own = call.is_leaf and any(True for _ in call.module.parameters(recurse=False))
+        if not own or call.path in known or call.whole is None:
             continue
-        made = call.left[0].value
+        made = call.whole.value
         before = any(made.shape[-1] >= x.shape[-1] and torch.equal(made[..., : x.shape[-1]], x) for x in latents)
         if not before and made.ndim > 1 and len(found.recording.of(call.path)) == 1:
             path = relative(call.path, owner.path)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Unpack
 
 from torch import nn
 
 from adapters.architecture import Architecture, Mix, NamedStep, Part, Stack, Step, feeds_forward
-from adapters.attention import Attention, attention_points, qk_norm_points
+from adapters.attention import Attention, AttentionPoints, qk_norm_points
 from adapters.building.ends import (
     add_collapse,
     add_final_norm,
@@ -21,10 +22,10 @@ from adapters.building.ends import (
 )
 from adapters.config import ModelConfig
 from adapters.feed_forward import MLP, MoE, mixture_points, mlp_points
-from adapters.mixers.part import Mixer, mixer_points
+from adapters.mixers.part import Mixer, functions_of, mixer_points
 from adapters.norms import Norm, SharedNormInput, norm_points
 from adapters.paths import base_path, has_module, join, module_at
-from adapters.points import Group, Point, PointList, Site
+from adapters.points import Group, MoreOfPoint, Point, PointList, Site
 from adapters.views import (
     Branch,
     Composed,
@@ -61,7 +62,7 @@ def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) 
         n = len(stack.modules(model.get_submodule(base)))
         for index in range(n):
             points += BlockBuilder(stack, cfg, base, index, n, model).build()
-        if stack.collapse:
+        if isinstance(stack.collapse, str):
             add_collapse(PointList("", n, "", stack.pos, points), base, stack.collapse)
         ended = len(points)
         if stack.final_norm:
@@ -123,44 +124,25 @@ class BlockBuilder:
         if steps and steps[-1].step.stream_norm:
             self.points.add("hook_normalized_resid_post", output, aliases=("hook_out",))
         else:
-            others = ("ln_final.hook_in",) if self.last and not self.stack.one_of_two else ()
-            self._add_stream("hook_resid_post", output, aliases=("hook_out",), other_names=others)
-        changed = {(join(self.path, path), kind) for path, kind in self.stack.changed_inside}
-        points = copied(self.points.points, changed)
-        return self._with_other_names(batch_first(points) if self.stack.positions_first else points)
+            others = (".ln_final.hook_in",) if self.last and not self.stack.one_of_two else ()
+            self._add_stream("hook_resid_post", output, aliases=("hook_out", *others))
+        points = copied(self.points.points, self.stack.changed_below(self.path, in_blocks=True))
+        points = batch_first(points) if self.stack.positions_first else points
+        return list(map(_renamed, points)) if self.stack.one_of_two else points
 
-    def _add(
-        self,
-        flat: bool,
-        name: str,
-        site: Site,
-        view: View | None = None,
-        *,
-        group: Group = "standard",
-        aliases: tuple[str, ...] = (),
-        flag: str | None = None,
-        sources: tuple[Site, ...] = (),
-    ) -> None:
+    def _add(self, flat: bool, name: str, site: Site, view: View | None = None, **more: Unpack[MoreOfPoint]) -> None:
         """Adds a point of the shape of the stream, whose site holds ``(batch pos)`` rows in a flat part."""
         if flat:
-            view, sources = Composed(view or View(), FlatRows()), self.rows
-        self.points.add(name, site, view, group=group, aliases=aliases, sources=sources, flag=flag)
+            view, more["sources"] = Composed(view or View(), FlatRows()), self.rows
+        self.points.add(name, site, view, **more)
 
-    def _add_stream(
-        self,
-        name: str,
-        site: Site,
-        view: View | None = None,
-        *,
-        aliases: tuple[str, ...] = (),
-        other_names: tuple[str, ...] = (),
-    ) -> None:
+    def _add_stream(self, name: str, site: Site, view: View | None = None, aliases: tuple[str, ...] = ()) -> None:
         """Adds a point of the stream; where the block carries several, of all of them."""
         axes, apart = None, self.stack.stream_view
         if isinstance(apart, SeveralStreams):
             axes = f"batch {self.stack.pos} n_streams d_model"
             view = Composed(view, apart) if view else apart
-        self.points.add(name, site, view, axes, aliases=aliases, other_names=other_names)
+        self.points.add(name, site, view, axes, aliases=aliases)
 
     def _is_put_out(self, stream: str) -> bool:
         """Whether a module puts out this stream: its point stands there."""
@@ -270,29 +252,33 @@ class BlockBuilder:
         step, part = named.step, named.step.part
         module = join(self.path, part.path)
         if isinstance(part, Attention):
-            attention_points(
+            AttentionPoints(
                 self.points,
                 named.name,
                 part,
                 module,
-                self.cfg.n_heads,
-                self.cfg.n_kv_heads,
+                n_heads=part.own("n_heads", self.cfg.n_heads),
+                n_kv_heads=part.own("n_key_value_heads", self.cfg.n_kv_heads),
                 key_pos=self.stack.key_pos if not part.cross else "key_pos" if self.stack.one_of_two else "memory_pos",
                 norm=Site(join(self.path, step.pre.path), "input") if step.pre else None,
                 shift=Site(join(self.base, part.qk_shift), "output") if part.qk_shift else None,
                 factor=step.last_factor,
-            )
+            ).add()
         elif isinstance(part, MLP):
             mlp_points(self.points.inside(named.name), part, module, self.rows)
         elif isinstance(part, MoE):
             experts = self.cfg.num_experts
             if experts is None:
                 raise ValueError(f"{module} is declared as a mixture, and config_values has no num_experts")
-            path = join(module, part.experts)
-            held = module_at(self.model, path) if has_module(self.model, path) else None
+            held = self._module(join(module, part.experts))
             mixture_points(self.points.inside(named.name), part, module, self.rows, experts, held)
         elif isinstance(part, Mixer):
-            mixer_points(self.points.inside(named.name), part, module)
+            inside = self._module(module) if part.mixes else None
+            functions = () if inside is None else functions_of(inside)
+            mixer_points(self.points.inside(named.name), part, module, functions)
+
+    def _module(self, path: str) -> nn.Module | None:
+        return module_at(self.model, path) if has_module(self.model, path) else None
 
     def _add_result(self, named: NamedStep) -> None:
         """What the part returns, and what is added to the stream."""
@@ -332,14 +318,9 @@ class BlockBuilder:
             self.points.add(named.after, total, aliases=(norm_in,))
         self._add_norm(named.norm, norm)
 
-    def _with_other_names(self, points: list[Point]) -> list[Point]:
-        """The points, with TransformerLens 3's names for an encoder's and a decoder's blocks as further aliases."""
-        if not self.stack.one_of_two:
-            return points
-        return [_renamed(point) for point in points]
-
 
 def _renamed(point: Point) -> Point:
+    """The same, with TransformerLens 3's names for an encoder's and a decoder's blocks as further aliases."""
     stack = point.stack
     names = tuple(name.replace(f"{stack}.", f"{stack}_blocks.", 1) for name in (point.name, *point.aliases))
     if stack == "decoder":

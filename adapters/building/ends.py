@@ -53,11 +53,8 @@ def embedding_points(architecture: Architecture, base: str, model: nn.Module, d_
         names = ("hook_pos_embed", "pos_embed.hook_out")
         name, aliases = ("embed.hook_pos_embed", names) if together else (names[0], names[1:])
         points.add(name, site, WithBatchAxis(), total, aliases=aliases, sources=(tokens,))
-    if made.module is not None:
-        if made.norm:
-            norm_points(points, "embed.ln", made.norm.kind, Site(join(base, made.norm.path), "output"), axes=total)
-        points.add("hook_full_embed", Site(join(base, made.module), "output"))
-    found = copied(points.points, {(join(base, path), kind) for path, kind in architecture.stack.changed_before})
+    _add_sum(points, made, base, total)
+    found = copied(points.points, architecture.stack.changed_below(base, in_blocks=False))
     view = architecture.stack.stream_view
     return batch_first(found) if isinstance(view, PositionsFirst) and view.embeddings else found
 
@@ -75,11 +72,16 @@ def image_points(made: Embedding, base: str, model: nn.Module) -> list[Point]:
         site = Site(join(base, made.patches), "output")
         view = Patches() if isinstance(module_at(model, site.path), nn.Conv2d) else None
         points.add("hook_embed", site, view, "batch patch d_model", aliases=("embed.hook_out",))
+    _add_sum(points, made, base)
+    return points.points
+
+
+def _add_sum(points: PointList, made: Embedding, base: str, axes: str | None = None) -> None:
+    """The sum of embeddings, where a module puts out the first stream, and the norm of it."""
     if made.module is not None:
         if made.norm:
-            norm_points(points, "embed.ln", made.norm.kind, Site(join(base, made.norm.path), "output"))
+            norm_points(points, "embed.ln", made.norm.kind, Site(join(base, made.norm.path), "output"), axes=axes)
         points.add("hook_full_embed", Site(join(base, made.module), "output"))
-    return points.points
 
 
 def batch_first(points: list[Point]) -> list[Point]:
@@ -148,7 +150,7 @@ def add_final_norm(
         site, shared = Site(path, "input"), Site(last, "output", stack.output[0])
     name = f"{stack.name}_final_ln" if stack.one_of_two else "ln_final"
     aliases = (f"{stack.name}_ln_final.hook_out",) if stack.one_of_two else ()
-    axes = "batch d_model" if architecture.readout.pools_stream else None
+    axes = "batch d_model" if stack.pooled else None
     norm_points(points, name, norm.kind, site, shared=shared, axes=axes)
     points.add(f"{name}.hook_out", site, axes=axes, group="extra", aliases=aliases)
 
@@ -171,19 +173,12 @@ def add_head(points: PointList, head: Head, model: nn.Module, d_model: int) -> N
     path = path_from(model, head.path)
     if not has_module(model, path):
         return
+    width = _width_behind(head, model, d_model)
     if head.norm:
         norm = Site(path_from(model, head.norm.path), "output")
-        norm_points(
-            points,
-            f"{head.name}.ln",
-            head.norm.kind,
-            norm,
-            axes=f"batch {points.pos} {_width_behind(head, model, d_model)}",
-        )
+        norm_points(points, f"{head.name}.ln", head.norm.kind, norm, axes=f"batch {points.pos} {width}")
     if head.hook:
-        points.add(
-            f"{head.name}.{head.hook}", Site(path, "output"), axes=f"batch {_width_behind(head, model, d_model)}"
-        )
+        points.add(f"{head.name}.{head.hook}", Site(path, "output"), axes=f"batch {width}")
 
 
 def add_unembedding(points: PointList, architecture: Architecture, model: nn.Module, d_model: int) -> None:
@@ -202,12 +197,7 @@ def add_unembedding(points: PointList, architecture: Architecture, model: nn.Mod
             head for head in architecture.heads if head.unembeds and has_module(model, path_from(model, head.path))
         )
         width = next((_width_behind(head, model, d_model) for head in between), "d_model")
-        rows = f"batch {points.pos}" if architecture.readout.pooled is None else "batch"
+        rows = f"batch {points.pos}" if architecture.pooled is None else "batch"
         points.add("unembed.hook_in", Site(path, "input"), axes=f"{rows} {width}", group="extra")
-        points.add(
-            "unembed.hook_out",
-            Site(path, "output"),
-            axes=f"{rows} d_vocab_out",
-            group="extra",
-            aliases=("hook_unembed",),
-        )
+        made, aliases = Site(path, "output"), ("hook_unembed",)
+        points.add("unembed.hook_out", made, axes=f"{rows} d_vocab_out", group="extra", aliases=aliases)

@@ -9,10 +9,8 @@ from transformers import PreTrainedConfig
 from adapters.architecture import Architecture
 from adapters.families.llama import UNGATED
 from adapters.families.shapes.llama import HEADS_FIRST, llama_like
-from adapters.registry import register
 
 
-@register("ApertusPreTrainedModel")
 def apertus(config: PreTrainedConfig) -> Architecture:
     learned = config.hidden_act == "xielu"
     return llama_like(

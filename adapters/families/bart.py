@@ -6,36 +6,30 @@ from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture
 from adapters.families.shapes.bart import bart_like
-from adapters.registry import only, register
+from adapters.registry import only
 
 
-@register("BartPreTrainedModel", "PLBartPreTrainedModel")
 def bart(config: PreTrainedConfig) -> Architecture:
     return bart_like(config, on_stream=True, final=False, embed_norm=True)
 
 
-@register("BlenderbotSmallPreTrainedModel")
 def blenderbot_small(config: PreTrainedConfig) -> Architecture:
     # Its decoder norms the tokens and then adds the positions: alone, that is no sum that a norm reads.
     only(config, is_encoder_decoder=True, scale_embedding=False)
     return bart(config)
 
 
-@register("MarianPreTrainedModel")
 def marian(config: PreTrainedConfig) -> Architecture:
     return bart_like(config, on_stream=True, final=False, embed_norm=False, scales=True)
 
 
-@register("MBartPreTrainedModel")
 def mbart(config: PreTrainedConfig) -> Architecture:
     return bart_like(config, on_stream=False, final=True, embed_norm=True)
 
 
-@register("BlenderbotPreTrainedModel", "M2M100PreTrainedModel")
 def m2m_100(config: PreTrainedConfig) -> Architecture:
     return bart_like(config, on_stream=False, final=True, embed_norm=False)
 
 
-@register("PegasusPreTrainedModel")
 def pegasus(config: PreTrainedConfig) -> Architecture:
     return bart_like(config, on_stream=False, final=True, embed_norm=False, scales=True)

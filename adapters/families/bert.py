@@ -8,11 +8,10 @@ from adapters.architecture import Architecture, Block, Embedding, Head, Readout,
 from adapters.attention import Attention, Projection
 from adapters.feed_forward import MLP
 from adapters.norms import LAYER_NORM, Norm
-from adapters.registry import UnsupportedModelError, register
+from adapters.registry import UnsupportedModelError
 from adapters.stream_ends import tables
 
 
-@register("BertPreTrainedModel")
 def bert(config: PreTrainedConfig) -> Architecture:
     for name in ("add_cross_attention", "chunk_size_feed_forward"):
         if getattr(config, name):

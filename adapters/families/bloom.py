@@ -7,11 +7,10 @@ from transformers import PreTrainedConfig
 from adapters.architecture import Architecture
 from adapters.attention import Attention
 from adapters.families.shapes.gpt2 import WIDE_AND_BACK, fused, gpt2_like
-from adapters.registry import UnsupportedModelError, register
+from adapters.registry import UnsupportedModelError
 from adapters.views import AlibiScores
 
 
-@register("BloomPreTrainedModel")
 def bloom(config: PreTrainedConfig) -> Architecture:
     if config.apply_residual_connection_post_layernorm:
         raise UnsupportedModelError(

@@ -7,13 +7,11 @@ from transformers import PreTrainedConfig
 from adapters.architecture import Architecture
 from adapters.attention import Attention, Projection
 from adapters.families.gptj import gptj_like
-from adapters.registry import register
 from adapters.views import gathered
 
 _GROUPS = 4  # of heads, each with its own queries, values and keys: a constant in its source
 
 
-@register("CodeGenPreTrainedModel")
 def codegen(config: PreTrainedConfig) -> Architecture:
     heads, d_head = config.num_attention_heads, config.hidden_size // config.num_attention_heads
     each = heads // _GROUPS

@@ -7,17 +7,15 @@ from transformers import PreTrainedConfig
 from adapters.architecture import Architecture
 from adapters.families.shapes.llama import llama_like
 from adapters.norms import LAYER_NORM
-from adapters.registry import only, register
+from adapters.registry import only
 
 
-@register("CoherePreTrainedModel", "Cohere2PreTrainedModel")
 def cohere(config: PreTrainedConfig) -> Architecture:
     if hasattr(config, "use_qk_norm"):
         only(config, use_qk_norm=False)  # its norms have weights for each head
     return _side_by_side(config, {"rotary_adjacent_pairs": True})
 
 
-@register("CohereCompassForCausalLM", "CohereCompassTextModel")
 def compass(config: PreTrainedConfig) -> Architecture:
     return _side_by_side(config, {})
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture, Block, Embedding, Readout, Stack, Step
 from adapters.attention import Attention, Projection
 from adapters.feed_forward import MoE
 from adapters.norms import LAYER_NORM, Norm
-from adapters.registry import register
 from adapters.views import columns
 
 
-@register("DbrxPreTrainedModel")
 def dbrx(config: PreTrainedConfig) -> Architecture:
     """Queries, keys and values are one layer's, clamped; its router returns logits alone."""
     own, mixture = config.attn_config, config.ffn_config
@@ -21,7 +21,9 @@ def dbrx(config: PreTrainedConfig) -> Architecture:
     q, k, v = (
         Projection("Wqkv", columns(ends[i], ends[i + 1], n)) for i, n in enumerate((n_heads, n_kv_heads, n_kv_heads))
     )
-    attention = Attention("norm_attn_norm.attn", q, k, v, o="out_proj", rotary="last", clip=own.clip_qkv)
+    attention = Attention("norm_attn_norm.attn", q, k, v, o="out_proj", rotary="last")
+    if own.clip_qkv is not None:
+        attention = replace(attention, clamp=(own.clip_qkv, "made"))
     moe = MoE("ffn", router="router", router_returns=("logits",))
     steps = (
         Step(attention, pre=Norm("norm_attn_norm.norm_1", LAYER_NORM)),

@@ -11,10 +11,8 @@ from adapters.families.shapes.latent import latent_attention, latent_values
 from adapters.families.shapes.llama import llama_like
 from adapters.families.shapes.mixture import SHARED, SIGMOID, dense_first, dense_listed, mixture_like
 from adapters.feed_forward import ChosenBy, MoE
-from adapters.registry import register
 
 
-@register("DeepseekV2PreTrainedModel")
 def deepseek_v2(config: PreTrainedConfig) -> Architecture:
     chosen_by: ChosenBy = "probabilities" if config.topk_method == "greedy" else "corrected probabilities"
     moe = MoE("mlp", router="gate", shared=SHARED, chosen_by=chosen_by)
@@ -22,22 +20,18 @@ def deepseek_v2(config: PreTrainedConfig) -> Architecture:
     return _mixed(config, moe, dense_first(config), values)
 
 
-@register("DeepseekV3PreTrainedModel")
 def deepseek_v3(config: PreTrainedConfig) -> Architecture:
     return _mixed(config, SIGMOID, dense_first(config), latent_values(config))
 
 
-@register("Glm4MoeLitePreTrainedModel")
 def glm4_moe_lite(config: PreTrainedConfig) -> Architecture:
     return _mixed(config, SIGMOID, dense_listed(config), latent_values(config))
 
 
-@register("YoutuPreTrainedModel")
 def youtu(config: PreTrainedConfig) -> Architecture:
     return llama_like(config, attn=latent_attention(config), config_values=latent_values(config))
 
 
-@register("MiniCPM3PreTrainedModel")
 def minicpm3(config: PreTrainedConfig) -> Architecture:
     factor = config.scale_depth / config.num_hidden_layers**0.5
     attn, values = latent_attention(config), latent_values(config)

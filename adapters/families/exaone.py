@@ -7,15 +7,12 @@ from transformers import PreTrainedConfig
 from adapters.architecture import Architecture
 from adapters.families.shapes.llama import HEADS_FIRST, POST, llama_like
 from adapters.families.shapes.mixture import SIGMOID, dense_listed, mixture_like
-from adapters.registry import register
 
 
-@register("Exaone4PreTrainedModel")
 def exaone4(config: PreTrainedConfig) -> Architecture:
     return llama_like(config, attn=HEADS_FIRST, pre=(None, None), post=POST)
 
 
-@register("ExaoneMoePreTrainedModel")
 def exaone_moe(config: PreTrainedConfig) -> Architecture:
     width = config.moe_intermediate_size
     shared, dense = width * config.num_shared_experts, dense_listed(config)

@@ -8,11 +8,10 @@ from adapters.architecture import Architecture
 from adapters.attention import Attention
 from adapters.config import rotary_values
 from adapters.families.shapes.gpt2 import WIDE_AND_BACK, fused, gpt2_like
-from adapters.registry import only, register
+from adapters.registry import only
 from adapters.views import MaskedScores
 
 
-@register("FalconPreTrainedModel")
 def falcon(config: PreTrainedConfig) -> Architecture:
     only(config, new_decoder_architecture=False, alibi=False)  # keys and values repeated; scores that ALiBi is in
     q, k, v = fused("query_key_value", config, config.multi_query)

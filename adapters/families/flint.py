@@ -10,11 +10,9 @@ from adapters.architecture import Architecture
 from adapters.families.qwen_moe import sparse_steps
 from adapters.families.shapes.llama import FEED_FORWARD, NORMED_ATTENTION
 from adapters.families.shapes.mixture import SIGMOID
-from adapters.registry import register
 from adapters.views import MaskedScores, SinkScores
 
 
-@register("FlintPreTrainedModel")
 def flint(config: PreTrainedConfig) -> Architecture:
     """Qwen 3 with attention sinks, and a shared expert without a gate."""
     moe = replace(SIGMOID, shared=replace(FEED_FORWARD, path="shared_expert", flat=True))

@@ -9,7 +9,6 @@ from transformers import PreTrainedConfig
 from adapters.architecture import Architecture, language_part
 from adapters.families.shapes.llama import ATTENTION, POST, llama_like, normed
 from adapters.norms import GEMMA_NORM
-from adapters.registry import register
 
 # From Gemma 2 on there is a norm on both sides of attention and MLP.
 PRE = ("input_layernorm", "pre_feedforward_layernorm")
@@ -28,22 +27,20 @@ def _cap(config: PreTrainedConfig) -> float | None:
     return config.final_logit_softcapping or None
 
 
-@register("GemmaPreTrainedModel")
 def gemma(config: PreTrainedConfig) -> Architecture:
     return llama_like(config, norm=GEMMA_NORM, config_values=_direction(config))
 
 
-@register("Gemma2PreTrainedModel")
 def gemma2(config: PreTrainedConfig) -> Architecture:
     cap = {"attn_scores_soft_cap": config.attn_logit_softcapping or -1.0}
     values = _scales(config) | cap
     return llama_like(config, norm=GEMMA_NORM, pre=PRE, post=POST, soft_cap=_cap(config), config_values=values)
 
 
-@register("Gemma3PreTrainedModel")
 def gemma3(config: PreTrainedConfig) -> Architecture:
     if hasattr(config, "vision_config"):  # with images: the same in the model of its text
-        return language_part(gemma3(config.get_text_config()), "language_model")
+        declared = language_part(gemma3(config.get_text_config()), "language_model")
+        return replace(declared, readout=replace(declared.readout, soft_cap=None))  # which it leaves out
     attn = replace(normed(ATTENTION, "q_norm", "k_norm", GEMMA_NORM), norms_over="heads first")
     # Its configuration has attn_logit_softcapping, but its attention leaves the scores as they are.
     return llama_like(
@@ -51,7 +48,6 @@ def gemma3(config: PreTrainedConfig) -> Architecture:
     )
 
 
-@register("VaultGemmaPreTrainedModel")
 def vaultgemma(config: PreTrainedConfig) -> Architecture:
     values = _scales(config) | {"attn_scores_soft_cap": config.attn_logit_softcapping or -1.0}
     return llama_like(config, norm=GEMMA_NORM, pre=PRE, soft_cap=_cap(config), config_values=values)

@@ -8,7 +8,6 @@ from adapters.architecture import Architecture
 from adapters.families.shapes.llama import ATTENTION, NORMED_ATTENTION, fused_gate, llama_like
 from adapters.families.shapes.mixture import SIGMOID, dense_first, mixture_like
 from adapters.feed_forward import MLP
-from adapters.registry import register
 
 POST = ("post_self_attn_layernorm", "post_mlp_layernorm")
 PAIRS = {"rotary_adjacent_pairs": True}
@@ -19,17 +18,14 @@ def _mlp(config: PreTrainedConfig) -> MLP:
     return MLP("mlp", up=up, gate=gate, down="down_proj")
 
 
-@register("GlmPreTrainedModel")
 def glm(config: PreTrainedConfig) -> Architecture:
     return llama_like(config, mlp=_mlp(config), config_values=PAIRS)
 
 
-@register("Glm4PreTrainedModel", "Glm4vTextModel", "GlmOcrTextModel")
 def glm4(config: PreTrainedConfig) -> Architecture:
     return llama_like(config, mlp=_mlp(config), post=POST, config_values=PAIRS)
 
 
-@register("Glm4MoePreTrainedModel", "Glm4vMoeTextModel")
 def glm4_moe(config: PreTrainedConfig) -> Architecture:
     width = config.moe_intermediate_size
     attn = NORMED_ATTENTION if getattr(config, "use_qk_norm", False) else ATTENTION

@@ -7,11 +7,9 @@ from transformers import PreTrainedConfig
 from adapters.architecture import Architecture
 from adapters.attention import Attention, Projection
 from adapters.families.shapes.gpt2 import gpt2_like
-from adapters.registry import register
 from adapters.views import columns
 
 
-@register("GPT2PreTrainedModel")
 def gpt2(config: PreTrainedConfig) -> Architecture:
     width, heads = config.hidden_size, config.num_attention_heads
     q, k, v = (Projection("c_attn", columns(i * width, (i + 1) * width, heads)) for i in range(3))

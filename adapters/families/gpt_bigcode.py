@@ -7,10 +7,9 @@ from transformers import PreTrainedConfig
 from adapters.architecture import Architecture
 from adapters.attention import Attention
 from adapters.families.shapes.gpt2 import fused, gpt2_like
-from adapters.registry import only, register
+from adapters.registry import only
 
 
-@register("GPTBigCodePreTrainedModel")
 def gpt_bigcode(config: PreTrainedConfig) -> Architecture:
     only(config, add_cross_attention=False)
     q, k, v = fused("c_attn", config, config.multi_query)

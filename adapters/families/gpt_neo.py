@@ -7,11 +7,9 @@ from transformers import PreTrainedConfig
 from adapters.architecture import Architecture
 from adapters.attention import Attention
 from adapters.families.shapes.gpt2 import K, Q, V, gpt2_like
-from adapters.registry import register
 from adapters.views import MaskedScores
 
 
-@register("GPTNeoPreTrainedModel")
 def gpt_neo(config: PreTrainedConfig) -> Architecture:
     # Its flash attention computes no softmax that could be watched.
     eager = config._attn_implementation == "eager"

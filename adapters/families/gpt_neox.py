@@ -9,10 +9,8 @@ from adapters.attention import Attention
 from adapters.config import rotary_values
 from adapters.families.shapes.gpt2 import WIDE_AND_BACK, fused, gpt2_like
 from adapters.imports.versions import unembedding_of_gpt_neox
-from adapters.registry import register
 
 
-@register("GPTNeoXPreTrainedModel")
 def gpt_neox(config: PreTrainedConfig) -> Architecture:
     q, k, v = fused("query_key_value", config)
     return gpt2_like(

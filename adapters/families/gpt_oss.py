@@ -24,7 +24,7 @@ def _refuse_packed(model: nn.Module) -> None:
         )
 
 
-@register("GptOssPreTrainedModel", check=_refuse_packed)
+@register(check=_refuse_packed)
 def gpt_oss(config: PreTrainedConfig) -> Architecture:
     """Llama with attention sinks and a mixture of experts, chosen by their logits."""
     # Its configuration says silu. What its experts compute is min(gate, limit) * sigmoid(alpha * min(gate, limit)),

@@ -8,7 +8,6 @@ from adapters.architecture import Architecture
 from adapters.attention import Attention, Projection
 from adapters.families.shapes.gpt2 import K, Q, V, gpt2_like
 from adapters.feed_forward import MLP
-from adapters.registry import register
 from adapters.views import MaskedScores
 
 
@@ -34,7 +33,6 @@ def gptj_like(attn: Attention, rotary_dim: int) -> Architecture:
     )
 
 
-@register("GPTJPreTrainedModel")
 def gptj(config: PreTrainedConfig) -> Architecture:
     # Its flash attention does not go through the method in which the others compute the softmax.
     scores = MaskedScores() if config._attn_implementation == "eager" else None

@@ -11,7 +11,7 @@ from adapters.attention import SinkGate
 from adapters.families.shapes.llama import ATTENTION, Factors, llama_like
 from adapters.families.shapes.mixture import mixture_like
 from adapters.feed_forward import MoE
-from adapters.registry import only, register
+from adapters.registry import only
 
 #: What multiplies each head's `z`: the sigmoid of what its scores add up to, less a number of its own.
 SINKS = replace(ATTENTION, z_transform=SinkGate("sinks"))
@@ -29,19 +29,16 @@ def _scale(config: PreTrainedConfig) -> dict[str, object]:
     return {"attn_scale": 1 / config.attention_multiplier}
 
 
-@register("GranitePreTrainedModel", "GraniteDoclingTextModel")
 def granite(config: PreTrainedConfig) -> Architecture:
     return llama_like(config, **_factors(config), config_values=_scale(config))
 
 
-@register("HyperCLOVAXPreTrainedModel")
 def hyperclovax(config: PreTrainedConfig) -> Architecture:
     post = ("post_norm1", "post_norm2") if config.use_post_norm else (None, None)
     factors: Factors = {**_factors(config), "logit_factor": config.logits_scaling}  # where Granite divides
     return llama_like(config, post=post, **factors, config_values=_scale(config))
 
 
-@register("GraniteMoePreTrainedModel", "GraniteMoeSharedPreTrainedModel", "GraniteMoeSWAPreTrainedModel")
 def granite_moe(config: PreTrainedConfig) -> Architecture:
     if hasattr(config, "shared_intermediate_size"):
         only(config, shared_intermediate_size=0)
@@ -51,6 +48,5 @@ def granite_moe(config: PreTrainedConfig) -> Architecture:
     return mixture_like(config, moe, n, width, attn=attn, **_factors(config), config_values=_scale(config))
 
 
-@register("GraniteSWAPreTrainedModel")
 def granite_swa(config: PreTrainedConfig) -> Architecture:
     return llama_like(config, attn=SINKS, **_factors(config), config_values=_scale(config))

@@ -10,15 +10,12 @@ from adapters.architecture import Architecture
 from adapters.families.shapes.llama import llama_like
 from adapters.families.shapes.mixture import SHARED, mixture_like
 from adapters.feed_forward import MoE
-from adapters.registry import register
 
 
-@register("HeliumPreTrainedModel", "Ernie4_5PreTrainedModel")
 def helium(config: PreTrainedConfig) -> Architecture:
     return llama_like(config, config_values={"rotary_adjacent_pairs": True})
 
 
-@register("Ernie4_5_MoePreTrainedModel")
 def ernie4_5_moe(config: PreTrainedConfig) -> Architecture:
     n, n_shared, width = config.num_hidden_layers, config.moe_num_shared_experts, config.moe_intermediate_size
     mixed = range(config.moe_layer_start_index, config.moe_layer_end_index + 1)

@@ -12,10 +12,9 @@ from adapters.architecture import Architecture, Block
 from adapters.attention import Attention, Gate, Projection
 from adapters.families.shapes.llama import HEADS_FIRST, NORMED_ATTENTION
 from adapters.families.shapes.mixture import FLAT_SIGMOID, SIGMOID, dense_listed, mixture_like
-from adapters.registry import only, register
+from adapters.registry import only
 
 
-@register("Kolibri1PreTrainedModel")
 def kolibri1(config: PreTrainedConfig) -> Architecture:
     width = config.moe_intermediate_size
     return mixture_like(
@@ -29,7 +28,6 @@ def kolibri1(config: PreTrainedConfig) -> Architecture:
     )
 
 
-@register("LagunaPreTrainedModel")
 def laguna(config: PreTrainedConfig) -> Architecture:
     """A gate of each head's `z`; layers may differ in their heads, and in how much of these is rotated."""
     only(config, moe_router_logit_softcapping=0.0)
@@ -65,7 +63,6 @@ def _with(block: Block, values: Mapping[str, object]) -> Block:
     return replace(block, steps=(replace(first, part=part), *others))
 
 
-@register("AfmoePreTrainedModel")
 def afmoe(config: PreTrainedConfig) -> Architecture:
     """A gate of each column of `z`, norms on both sides."""
     attn = replace(NORMED_ATTENTION, z_transform=Gate(Projection("gate_proj"), "sigmoid"))

@@ -8,7 +8,6 @@ from adapters.architecture import Architecture
 from adapters.attention import Projection
 from adapters.families.shapes.llama import ATTENTION, FEED_FORWARD, llama_like
 from adapters.feed_forward import MLP
-from adapters.registry import register
 
 __all__ = ["ATTENTION", "FEED_FORWARD", "UNGATED", "arcee", "llama", "llama_like"]
 #: Llama's MLP without a gate.
@@ -16,11 +15,9 @@ UNGATED = MLP("mlp", up=Projection("up_proj"), down="down_proj")
 _SAME_SHAPE = ("Cwm", "Llama", "Ministral", "Ministral3", "Mistral", "SeedOss", "SmolLM3")
 
 
-@register(*(f"{name}PreTrainedModel" for name in _SAME_SHAPE), "Emu3TextModel", "Emu3ForCausalLM")
 def llama(config: PreTrainedConfig) -> Architecture:
     return llama_like(config)
 
 
-@register("ArceePreTrainedModel")
 def arcee(config: PreTrainedConfig) -> Architecture:
     return llama_like(config, mlp=UNGATED)

@@ -10,10 +10,8 @@ from adapters.config import rotary_values
 from adapters.families.shapes.llama import fused_gate
 from adapters.feed_forward import MLP
 from adapters.norms import LAYER_NORM, Norm
-from adapters.registry import register
 
 
-@register("ModernBertDecoderPreTrainedModel")
 def modernbert_decoder(config: PreTrainedConfig) -> Architecture:
     q, k, v = (Projection(f"{letter}_proj") for letter in "qkv")
     gate, up = fused_gate("Wi", config.intermediate_size)

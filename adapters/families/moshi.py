@@ -8,10 +8,8 @@ from adapters.architecture import Architecture
 from adapters.attention import Attention, Projection
 from adapters.families.shapes.llama import fused_gate, llama_like
 from adapters.feed_forward import MLP
-from adapters.registry import register
 
 
-@register("MoshiForCausalLM", "MoshiModel")
 def moshi(config: PreTrainedConfig) -> Architecture:
     width = config.ffn_dim // 2
     q, k, v = (Projection(f"{letter}_proj.linear") for letter in "qkv")

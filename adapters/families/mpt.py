@@ -8,11 +8,10 @@ from adapters.architecture import Architecture
 from adapters.attention import Attention, Projection
 from adapters.families.shapes.gpt2 import gpt2_like
 from adapters.feed_forward import MLP
-from adapters.registry import only, register
+from adapters.registry import only
 from adapters.views import columns
 
 
-@register("MptPreTrainedModel")
 def mpt(config: PreTrainedConfig) -> Architecture:
     only(config.attn_config, clip_qkv=(None, 0))  # queries, keys and values would not be what their projection makes
     width, heads, scale = config.hidden_size, config.n_heads, config.attn_config.softmax_scale

@@ -9,7 +9,6 @@ from adapters.attention import Attention, Projection
 from adapters.families.shapes.llama import normed
 from adapters.feed_forward import MLP, MoE
 from adapters.norms import LAYER_NORM, NO_NORM, RMS_NORM, Norm
-from adapters.registry import register
 from adapters.stream_ends import tables
 
 _SAME_FIELDS = (
@@ -20,7 +19,6 @@ _SAME_FIELDS = (
 )  # fmt: skip
 
 
-@register("NativeModel")
 def native(config: PreTrainedConfig) -> Architecture:
     kind = config.normalization_type
     norm = NO_NORM if kind is None else RMS_NORM if kind.startswith("RMS") else LAYER_NORM

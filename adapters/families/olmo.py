@@ -9,21 +9,18 @@ from adapters.families.shapes.llama import NORMED_WIDTH, POST, llama_like
 from adapters.families.shapes.mixture import mixture_like
 from adapters.feed_forward import MoE
 from adapters.norms import NormKind
-from adapters.registry import only, register
+from adapters.registry import only
 
 
-@register("OlmoPreTrainedModel")
 def olmo(config: PreTrainedConfig) -> Architecture:
     only(config, clip_qkv=None)  # queries, keys and values would be changed in place
     return llama_like(config, norm=NormKind("layer", eps=1e-5))  # which its norm, without weights, keeps nowhere
 
 
-@register("Olmo2PreTrainedModel", "Olmo3PreTrainedModel")
 def olmo2(config: PreTrainedConfig) -> Architecture:
     return llama_like(config, attn=NORMED_WIDTH, pre=(None, None), post=POST)
 
 
-@register("OlmoePreTrainedModel")
 def olmoe(config: PreTrainedConfig) -> Architecture:
     only(config, clip_qkv=None)
     return mixture_like(
@@ -31,7 +28,6 @@ def olmoe(config: PreTrainedConfig) -> Architecture:
     )
 
 
-@register("FlexOlmoPreTrainedModel")
 def flex_olmo(config: PreTrainedConfig) -> Architecture:
     moe = MoE("mlp", router="gate")
     return mixture_like(

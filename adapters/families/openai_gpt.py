@@ -8,12 +8,10 @@ from adapters.architecture import Architecture, Block, Embedding, Readout, Stack
 from adapters.attention import Attention, Projection
 from adapters.feed_forward import MLP
 from adapters.norms import LAYER_NORM, Norm
-from adapters.registry import register
 from adapters.stream_ends import tables
 from adapters.views import FilledScores, columns
 
 
-@register("OpenAIGPTPreTrainedModel")
 def openai_gpt(config: PreTrainedConfig) -> Architecture:
     width, heads = config.hidden_size, config.num_attention_heads
     q, k, v = (Projection("c_attn", columns(i * width, (i + 1) * width, heads)) for i in range(3))

@@ -8,10 +8,9 @@ from adapters.architecture import Architecture
 from adapters.attention import Attention, Projection
 from adapters.families.shapes.gpt2 import K, Q, V, gpt2_like
 from adapters.feed_forward import MLP
-from adapters.registry import UnsupportedModelError, register
+from adapters.registry import UnsupportedModelError
 
 
-@register("OPTPreTrainedModel")
 def opt(config: PreTrainedConfig) -> Architecture:
     if not config.do_layer_norm_before:
         raise UnsupportedModelError(

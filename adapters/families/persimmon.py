@@ -9,11 +9,9 @@ from adapters.attention import Attention, Projection
 from adapters.families.shapes.llama import llama_like, normed
 from adapters.feed_forward import MLP
 from adapters.norms import LAYER_NORM
-from adapters.registry import register
 from adapters.views import interleaved
 
 
-@register("PersimmonPreTrainedModel")
 def persimmon(config: PreTrainedConfig) -> Architecture:
     q, k, v = (Projection("query_key_value", interleaved(config.num_attention_heads, i)) for i in range(3))
     attn = Attention("self_attn", q, k, v, o="dense", rotary="last")
@@ -23,6 +21,5 @@ def persimmon(config: PreTrainedConfig) -> Architecture:
     return llama_like(config, attn=attn, mlp=mlp, norm=LAYER_NORM, out=(None, "dropout"), final_norm="final_layernorm")
 
 
-@register("FuyuPreTrainedModel")
 def fuyu(config: PreTrainedConfig) -> Architecture:
     return language_part(persimmon(config.get_text_config()), "language_model")

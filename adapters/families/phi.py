@@ -11,10 +11,8 @@ from adapters.families.shapes.gpt2 import K, Q, V, gpt2_like
 from adapters.families.shapes.llama import normed
 from adapters.feed_forward import MLP
 from adapters.norms import LAYER_NORM
-from adapters.registry import register
 
 
-@register("PhiPreTrainedModel")
 def phi(config: PreTrainedConfig) -> Architecture:
     attn = Attention("self_attn", Q, K, V, o="dense", rotary="last", norms_over="heads first")
     if config.qk_layernorm:

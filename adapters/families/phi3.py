@@ -11,11 +11,9 @@ from adapters.attention import Projection
 from adapters.config import first
 from adapters.families.shapes.llama import ATTENTION, fused_gate, llama_like
 from adapters.feed_forward import MLP
-from adapters.registry import register
 from adapters.views import columns
 
 
-@register("Phi3PreTrainedModel", "Phi4MultimodalForCausalLM", "Phi4MultimodalModel")
 def phi3(config: PreTrainedConfig) -> Architecture:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     d_head = first(config, "head_dim") or config.hidden_size // heads

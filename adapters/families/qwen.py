@@ -6,17 +6,14 @@ from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture
 from adapters.families.shapes.llama import NORMED_ATTENTION, llama_like
-from adapters.registry import register
 
 # Their tokenizers have no beginning-of-sequence token.
 VALUES = {"default_prepend_bos": False}
 
 
-@register("Qwen2PreTrainedModel", "Qwen2VLTextModel", "Qwen2_5_VLTextModel")
 def qwen2(config: PreTrainedConfig) -> Architecture:
     return llama_like(config, config_values=VALUES)
 
 
-@register("Qwen3PreTrainedModel", "Qwen3VLTextModel")
 def qwen3(config: PreTrainedConfig) -> Architecture:
     return llama_like(config, attn=NORMED_ATTENTION, config_values=VALUES)

@@ -13,10 +13,8 @@ from adapters.families.qwen import VALUES
 from adapters.families.shapes.llama import ATTENTION, FEED_FORWARD, NORMED_ATTENTION
 from adapters.families.shapes.mixture import mixture_like
 from adapters.feed_forward import MoE
-from adapters.registry import register
 
 
-@register("Qwen2MoePreTrainedModel")
 def qwen2_moe(config: PreTrainedConfig) -> Architecture:
     shared = replace(FEED_FORWARD, path="shared_expert", flat=True)
     moe = MoE(
@@ -25,12 +23,10 @@ def qwen2_moe(config: PreTrainedConfig) -> Architecture:
     return sparse_steps(config, ATTENTION, moe, config.shared_expert_intermediate_size)
 
 
-@register("Qwen3MoePreTrainedModel")
 def qwen3_moe(config: PreTrainedConfig) -> Architecture:
     return sparse_steps(config, NORMED_ATTENTION, MoE("mlp", router="gate"))
 
 
-@register("Qwen3VLMoeTextModel")
 def qwen3_vl_moe(config: PreTrainedConfig) -> Architecture:
     values = VALUES | {"use_local_attn": False, "window_size": None, "attn_types": None}  # its configuration has one
     return sparse_steps(config, NORMED_ATTENTION, MoE("mlp", router="gate"), None, values)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture
-from adapters.families.shapes.llama import llama_like
-from adapters.norms import LAYER_NORM
-from adapters.registry import only, register
+from adapters.families.shapes.llama import ATTENTION, llama_like, normed
+from adapters.norms import LAYER_NORM, NormKind
 
 
-@register("StableLmPreTrainedModel")
 def stablelm(config: PreTrainedConfig) -> Architecture:
-    only(config, qk_layernorm=False)  # each head has norms of its own
+    attn = ATTENTION
+    if config.qk_layernorm:
+        kind = NormKind("layer", eps=config.layer_norm_eps, inside="norms")
+        attn = replace(normed(ATTENTION, "q_layernorm", "k_layernorm", kind), norms_over="heads first")
     parallel = config.use_parallel_residual
     pre = ("input_layernorm", "input_layernorm" if parallel else "post_attention_layernorm")
-    return llama_like(config, norm=LAYER_NORM, pre=pre, out=(None, "dropout"), parallel=parallel)
+    return llama_like(config, attn=attn, norm=LAYER_NORM, pre=pre, out=(None, "dropout"), parallel=parallel)

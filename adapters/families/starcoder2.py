@@ -10,19 +10,15 @@ from adapters.families.llama import UNGATED
 from adapters.families.shapes.llama import llama_like
 from adapters.feed_forward import MLP
 from adapters.norms import LAYER_NORM, NormKind
-from adapters.registry import register
 
 
-@register("Starcoder2PreTrainedModel")
 def starcoder2(config: PreTrainedConfig) -> Architecture:
     return llama_like(config, norm=LAYER_NORM, mlp=MLP("mlp", up=Projection("c_fc"), down="c_proj"))
 
 
-@register("Jais2PreTrainedModel")
 def jais2(config: PreTrainedConfig) -> Architecture:
     return llama_like(config, norm=LAYER_NORM, mlp=UNGATED)
 
 
-@register("NemotronPreTrainedModel")
 def nemotron(config: PreTrainedConfig) -> Architecture:
     return llama_like(config, norm=NormKind("layer", offset=1.0), mlp=UNGATED)

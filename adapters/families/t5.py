@@ -9,7 +9,6 @@ from adapters.attention import Attention, Projection
 from adapters.feed_forward import MLP
 from adapters.imports.versions import outputs_of_t5_encoder
 from adapters.norms import RMS_NORM, Norm
-from adapters.registry import register
 
 
 def _attention(layer: int, module: str, cross: bool = False) -> Attention:
@@ -27,12 +26,10 @@ def _stack(name: str, *parts: Attention | MLP, outputs: int = 3) -> Stack:
     return Stack(f"{name}.block", block, {}, final_norm, embedding, name, (0, outputs))
 
 
-@register("T5PreTrainedModel")
 def t5(config: PreTrainedConfig) -> Architecture:
     return _declared(config, config.d_model**-0.5 if config.scale_decoder_outputs else 1.0)
 
 
-@register("MT5PreTrainedModel")
 def mt5(config: PreTrainedConfig) -> Architecture:
     return _declared(config, 1.0)
 

@@ -8,10 +8,8 @@ from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture
 from adapters.families.shapes.bart import bart_like
-from adapters.registry import register
 
 
-@register("WhisperPreTrainedModel")
 def whisper(config: PreTrainedConfig) -> Architecture:
     hears = config.is_encoder_decoder  # or its decoder alone, as a language model
     found = bart_like(config, on_stream=False, final=True, embed_norm=False, hears=hears)
@@ -20,7 +18,6 @@ def whisper(config: PreTrainedConfig) -> Architecture:
     return replace(found, readout=replace(found.readout, path="proj_out"), config_values=values)
 
 
-@register("Speech2TextPreTrainedModel")
 def speech_to_text(config: PreTrainedConfig) -> Architecture:
     found = bart_like(config, on_stream=False, final=True, embed_norm=False, scales=True, hears=True)
     return replace(found, config_values={**found.config_values, "n_ctx": config.max_target_positions})

@@ -8,17 +8,15 @@ from adapters.architecture import Architecture
 from adapters.attention import Attention, Projection
 from adapters.families.shapes.gpt2 import K, Q, V, gpt2_like
 from adapters.feed_forward import MLP
-from adapters.registry import only, register
+from adapters.registry import only
 from adapters.views import Composed, HeadsOfBatch, MaskedScores
 
 
-@register("XGLMPreTrainedModel")
 def xglm(config: PreTrainedConfig) -> Architecture:
     only(config, add_cross_attention=False)
     return _declared("lm_head", heads=config.attention_heads, d_mlp=config.ffn_dim)
 
 
-@register("BioGptPreTrainedModel")
 def biogpt(config: PreTrainedConfig) -> Architecture:
     return _declared("output_projection", heads=None, d_mlp=config.intermediate_size)
 

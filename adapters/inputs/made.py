@@ -157,23 +157,19 @@ def _images(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator
     return None if image is None else image.unsqueeze(1)
 
 
+def _tiles_in(config: PreTrainedConfig) -> int:
+    return int(config.vision_config.max_num_tiles)
+
+
 def _tiles(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
     """``[batch, image, tile, channel, height, width]`` (Mllama), one image of all tiles in each row."""
-    count = config.vision_config.max_num_tiles
-    tiles = [x for _ in range(count) if (x := _image(config, tokens, generator)) is not None]
+    tiles = [x for _ in range(_tiles_in(config)) if (x := _image(config, tokens, generator)) is not None]
     return torch.stack(tiles, 1).unsqueeze(1) if tiles else None
 
 
-def _one_for_each_row(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
-    return torch.ones(len(tokens), 1, dtype=torch.long)
-
-
-def _all_tiles(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
-    return torch.ones(len(tokens), 1, config.vision_config.max_num_tiles, dtype=torch.long)
-
-
-def _tiles_of_each_token(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
-    return torch.ones(*tokens.shape, 1, config.vision_config.max_num_tiles, dtype=torch.long)
+def _ones(shape: Callable[[PreTrainedConfig, Tensor], tuple[int, ...]]) -> Make:
+    """A one at each place of a shape: all of them are there, or may be attended to."""
+    return lambda config, tokens, generator: torch.ones(shape(config, tokens), dtype=torch.long)
 
 
 def _frames(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
@@ -235,10 +231,6 @@ def _other_tokens(config: PreTrainedConfig, tokens: Tensor, generator: torch.Gen
     return torch.randint(0, rows, (tokens.shape[0], 5), generator=generator) if rows else None
 
 
-def _mask_of_images(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
-    return torch.ones(*tokens.shape, 1, dtype=torch.long)
-
-
 def _image_places(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
     """Which places an image takes (Kosmos 2): those behind the first."""
     places = torch.zeros(tokens.shape, dtype=torch.long)
@@ -253,7 +245,7 @@ _MAKERS: Mapping[str, Make] = {
     "flattened_patches": _flat_patches,
     "bbox": _boxes,
     "qformer_input_ids": _other_tokens,
-    "image_attention_mask": _mask_of_images,
+    "image_attention_mask": _ones(lambda config, tokens: (*tokens.shape, 1)),
     "image_embeds_position_mask": _image_places,
 }
 #: Model types whose argument of that name is something else.
@@ -263,9 +255,9 @@ _OF_TYPE: Mapping[tuple[str, str], Make] = {
     ("voxtral_realtime", "input_features"): _frames_of_each_token,
     ("idefics", "pixel_values"): _images,
     ("mllama", "pixel_values"): _tiles,
-    ("mllama", "aspect_ratio_ids"): _one_for_each_row,
-    ("mllama", "aspect_ratio_mask"): _all_tiles,
-    ("mllama", "cross_attention_mask"): _tiles_of_each_token,
+    ("mllama", "aspect_ratio_ids"): _ones(lambda config, tokens: (len(tokens), 1)),
+    ("mllama", "aspect_ratio_mask"): _ones(lambda config, tokens: (len(tokens), 1, _tiles_in(config))),
+    ("mllama", "cross_attention_mask"): _ones(lambda config, tokens: (*tokens.shape, 1, _tiles_in(config))),
     ("instructblipvideo", "pixel_values"): _frames,
 }
 #: What else models need that their forward can be called without.

@@ -43,10 +43,6 @@ def text_places(model: nn.Module, arguments: Given, first: nn.Module, stream: Te
     def enters(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         seen.append((args[0] if args else kwargs[name]).detach().clone())
 
-    handle = first.register_forward_pre_hook(enters, with_kwargs=True)
-    try:
-        with torch.no_grad():
-            model(**{**arguments, **others})
-    finally:
-        handle.remove()
+    with torch.no_grad(), first.register_forward_pre_hook(enters, with_kwargs=True):
+        model(**{**arguments, **others})
     return unchanged(stream, seen[0]) if len(seen) == 1 and seen[0].shape == stream.shape else None

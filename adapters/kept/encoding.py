@@ -9,22 +9,17 @@ from functools import cache
 from typing import Any
 
 import adapters.views
-from adapters.architecture import Architecture, Block, Embedding, Head, Mix, Readout, Stack, Step
-from adapters.attention import AddedOutput, Attention, Gate, Projection, SinkGate
-from adapters.feed_forward import MLP, MoE
-from adapters.mixers.part import Mixer
-from adapters.norms import Norm, NormKind
-from adapters.views import Affine, View
+from adapters.architecture import vocabulary
+from adapters.views import View
 
 #: All that a declaration may be made of, by name. Nothing else is ever made from a file.
 _VOCABULARY: Mapping[str, Callable[..., object]] = {
     cls.__name__: cls
     for cls in (
-        AddedOutput, Affine, Architecture, Attention, Block, Embedding, Gate, Head, MLP, Mix, Mixer, MoE, Norm,
-        NormKind, Projection, Readout, SinkGate, Stack, Step,
+        *vocabulary(),
         *(cls for cls in vars(adapters.views).values() if isinstance(cls, type) and issubclass(cls, View)),
     )
-}  # fmt: skip
+}
 #: What says that an object is one of the vocabulary, a mapping, a list (a JSON list is a tuple), or no finite number.
 _KIND, _MAP, _LIST, _NUMBER = "is", "map", "list", "number"
 

@@ -36,57 +36,33 @@ class FunctionTensor:
         return " ".join(["b", "p" if "p" in self.axes.split() else "1", *rest])
 
 
-def _convolution() -> tuple[FunctionTensor, ...]:
-    return FunctionTensor("conv_in", "hidden_states", "b c p"), FunctionTensor("conv", None, "b c p")
+#: What the argument is called that a channel is, where it has another name.
+_ARGUMENTS = {"x": "hidden_states", "q": "query", "k": "key", "v": "value", "log_decay": "g"}
 
 
-def _delta_rule(decay: str) -> tuple[FunctionTensor, ...]:
-    return (
-        FunctionTensor("q", "query", "b p h d"),
-        FunctionTensor("k", "key", "b p h d"),
-        FunctionTensor("v", "value", "b p h d"),
-        FunctionTensor("log_decay", "g", decay),
-        FunctionTensor("beta", "beta", "b p h"),
-        FunctionTensor("recurrence", None, "b p h d"),
-    )
+def _recurrence(axes: str, gate: str | None = None, **given: str) -> tuple[FunctionTensor, ...]:
+    """What a recurrence is given, by channel, and what it returns, each with its axes; see `FunctionTensor`."""
+    arguments = (FunctionTensor(channel, _ARGUMENTS.get(channel, channel), own) for channel, own in given.items())
+    return (*arguments, FunctionTensor("recurrence", None, axes, gate))
 
 
+_CONVOLUTION = FunctionTensor("conv_in", "hidden_states", "b c p"), FunctionTensor("conv", None, "b c p")
+#: The gated delta rule, with one decay for each head.
+_GATED_DELTA = _recurrence("b p h d", q="b p h d", k="b p h d", v="b p h d", log_decay="b p h", beta="b p h")
+#: The same with a decay of its own for each column of the keys.
+_KIMI_DELTA = _recurrence("b p h d", q="b p h d", k="b p h d", v="b p h d", log_decay="b p h d", beta="b p h")
 #: What is seen of each function, by its name.
 FUNCTIONS: dict[str, tuple[FunctionTensor, ...]] = {
-    "causal_conv1d_fn": _convolution(),
-    "causal_conv1d_update": _convolution(),
-    "mamba_selective_scan": (
-        FunctionTensor("x", "hidden_states", "b d p"),
-        FunctionTensor("dt", "dt", "b d p"),
-        FunctionTensor("B", "B", "b n p"),
-        FunctionTensor("C", "C", "b n p"),
-        FunctionTensor("recurrence", None, "b d p"),
-    ),
-    "mamba_selective_state_update": (
-        FunctionTensor("x", "hidden_states", "b d"),
-        FunctionTensor("dt", "dt", "b d"),
-        FunctionTensor("B", "B", "b n"),
-        FunctionTensor("C", "C", "b n"),
-        FunctionTensor("recurrence", None, "b d"),
-    ),
-    "mamba2_chunk_scan": (
-        FunctionTensor("x", "hidden_states", "b p h d"),
-        FunctionTensor("dt", "dt", "b p h"),
-        FunctionTensor("B", "B", "b p g n"),
-        FunctionTensor("C", "C", "b p g n"),
-        FunctionTensor("recurrence", None, "b p h d"),
-    ),
-    "mamba2_selective_state_update": (
-        FunctionTensor("x", "hidden_states", "b h d"),
-        FunctionTensor("dt", "dt", "b h _"),
-        FunctionTensor("B", "B", "b g n"),
-        FunctionTensor("C", "C", "b g n"),
-        FunctionTensor("recurrence", None, "b h d", gate="z"),
-    ),
-    "torch_chunk_gated_delta_rule": _delta_rule("b p h"),
-    "torch_recurrent_gated_delta_rule": _delta_rule("b p h"),
-    "chunk_kimi_delta_attention": _delta_rule("b p h d"),
-    "recurrent_kimi_delta_attention": _delta_rule("b p h d"),
+    "causal_conv1d_fn": _CONVOLUTION,
+    "causal_conv1d_update": _CONVOLUTION,
+    "mamba_selective_scan": _recurrence("b d p", x="b d p", dt="b d p", B="b n p", C="b n p"),
+    "mamba_selective_state_update": _recurrence("b d", x="b d", dt="b d", B="b n", C="b n"),
+    "mamba2_chunk_scan": _recurrence("b p h d", x="b p h d", dt="b p h", B="b p g n", C="b p g n"),
+    "mamba2_selective_state_update": _recurrence("b h d", "z", x="b h d", dt="b h _", B="b g n", C="b g n"),
+    "torch_chunk_gated_delta_rule": _GATED_DELTA,
+    "torch_recurrent_gated_delta_rule": _GATED_DELTA,
+    "chunk_kimi_delta_attention": _KIMI_DELTA,
+    "recurrent_kimi_delta_attention": _KIMI_DELTA,
 }
 
 #: For each function of a whole sequence, the one of the same module that does a step.

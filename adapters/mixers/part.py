@@ -11,7 +11,7 @@ from torch import nn
 
 from adapters.mixers.functions import FUNCTIONS, ONE_STEP, POINTS, STATES
 from adapters.paths import join
-from adapters.points import PointList, Site
+from adapters.points import Group, PointList, Site
 from adapters.views import Branch
 
 #: Names of hook points for modules that TransformerLens calls otherwise.
@@ -27,29 +27,21 @@ class Mixer:
         plays: what names its hook points have: those of a ``mixer``, which mixes positions; of an ``attn`` or an
             ``mlp`` that could not be taken apart.
         modules: the modules in it that are each called once, relative to `path`, with the axes of what they return.
-        functions: the functions that it calls, of those in `adapters.mixers.functions`.
     """
 
     path: str
     plays: Literal["mixer", "attn", "mlp"] = "mixer"
     modules: tuple[tuple[str, str], ...] = ()
-    functions: tuple[str, ...] = ()
+
+    @property
+    def submodules(self) -> dict[str, str]:
+        """What is known to play its parts: nothing."""
+        return {}
 
     @property
     def mixes(self) -> bool:
         """It mixes positions, and is no attention or MLP that could not be taken apart."""
         return self.plays == "mixer"
-
-    @property
-    def channels(self) -> dict[str, int]:
-        """What its functions show, and how many axes it has behind batch and positions."""
-        whole = [name for name in self.functions if name in ONE_STEP or name == "causal_conv1d_fn"]
-        return {seen.channel: len(seen.shown.split()) - 2 for name in whole for seen in FUNCTIONS[name]}
-
-    @property
-    def keeps_state(self) -> bool:
-        """Whether the states of its recurrence can be had, one position after the other."""
-        return any(ONE_STEP.get(name) in self.functions for name in self.functions)
 
 
 def functions_of(module: nn.Module) -> tuple[str, ...]:
@@ -74,25 +66,24 @@ def axes_of(name: str, shape: Sequence[int], batch: int, pos: int) -> str:
     return " ".join(known.get(i, f"{name}_{i}") for i in range(len(shape)))
 
 
-def mixer_points(points: PointList, mixer: Mixer, module: str) -> None:
+def mixer_points(points: PointList, mixer: Mixer, module: str, functions: tuple[str, ...]) -> None:
     """Adds the points inside one mixer.
 
     Args:
         points: what they are added to.
         mixer: the declaration.
         module: the path of the module.
+        functions: the functions that it calls, of those in `adapters.mixers.functions`.
     """
     start = f"batch {points.pos}"
-    channels = mixer.channels
+    whole = [name for name in functions if name in ONE_STEP or name == "causal_conv1d_fn"]
+    #: What is shown, and how many axes it has behind batch and positions.
+    channels = {seen.channel: len(seen.shown.split()) - 2 for name in whole for seen in FUNCTIONS[name]}
     for channel, rank in channels.items():
         name, axes = POINTS[channel]
-        points.add(
-            name,
-            Site(module, "recurrence", channel),
-            Branch(),  # what is shown is the model's own tensor with its axes in another order
-            axes=f"{start} {axes[rank]}",
-            group="extra" if channel == "conv_in" else "standard",
-        )
+        group: Group = "extra" if channel == "conv_in" else "standard"
+        # What is shown is the model's own tensor with its axes in another order.
+        points.add(name, Site(module, "recurrence", channel), Branch(), f"{start} {axes[rank]}", group=group)
     taken = {POINTS[channel][0] for channel in channels}
     for path, axes_returned in mixer.modules:
         last = path.rpartition(".")[2]
@@ -100,6 +91,6 @@ def mixer_points(points: PointList, mixer: Mixer, module: str) -> None:
         if name not in taken:
             renamed = " ".join(points.pos if axis == "pos" else axis for axis in axes_returned.split())
             points.add(name, Site(join(module, path), "output"), axes=renamed)
-    if mixer.keeps_state:
-        names = next(STATES[name] for name in mixer.functions if name in STATES)
+    if any(ONE_STEP.get(name) in functions for name in functions):  # its states can be had, position by position
+        names = next(STATES[name] for name in functions if name in STATES)
         points.add("hook_ssm_state", Site(module, "recurrence", "state"), axes=f"{start} {names}", group="extra")

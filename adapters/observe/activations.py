@@ -11,14 +11,10 @@ from transformers.activations import ACT2FN
 from adapters.imports.versions import clamp_of
 
 
-def _solu(x: Tensor) -> Tensor:
-    return x * x.softmax(-1)
-
-
 def function_of(act_fn: str | None) -> Callable[[Tensor], Tensor] | None:
     """What an activation function computes, by `cfg.act_fn`; None for a name that nobody knows."""
     if act_fn in ("solu", "solu_ln"):
-        return _solu
+        return lambda x: x * x.softmax(-1)
     # It makes the function when it is asked with brackets, and only then.
     return None if act_fn is None or act_fn not in ACT2FN else ACT2FN[act_fn]
 

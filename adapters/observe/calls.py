@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from adapters.inputs.arguments import argument_names
+from adapters.paths import is_inside
 
 #: What two tensors of the same numbers share, whatever their shapes.
 Mark = tuple[int, int]
@@ -129,6 +130,15 @@ class ModuleCall:
         x = self.entered.value.shape if self.entered else ()
         return x[-2:] == weight.shape and len(self.left) == 1 and self.left[0].value.shape == x
 
+    def reads(self, mark: Mark) -> bool:
+        """Its first argument has these numbers."""
+        return self.entered is not None and self.entered.mark == mark
+
+    @property
+    def whole(self) -> BorderTensor | None:
+        """The tensor of numbers that it returned, where that is all it did."""
+        return self.left[0] if self.n_left == 1 and self.left and self.left[0].key is None else None
+
     def holds(self, other: ModuleCall) -> bool:
         """The other one was made while this one ran."""
         return self.start <= other.start and other.end <= self.end
@@ -136,6 +146,11 @@ class ModuleCall:
     def element(self, key: int | None) -> BorderTensor:
         """The tensor of numbers at a place of its output."""
         return next(seen for seen in self.left if seen.key == key)
+
+
+def tightest(around: Iterable[ModuleCall]) -> ModuleCall | None:
+    """Of calls around the same, the innermost; None of none."""
+    return min(around, key=lambda call: call.end - call.start, default=None)
 
 
 #: The calls of each module, by its path.
@@ -203,10 +218,10 @@ class Recording:
         """Gives a call, and those inside of it, another path."""
         before = call.path
         for each in self.calls:
-            if call.holds(each) and (each.path == before or each.path.startswith(f"{before}.")):
+            if call.holds(each) and is_inside(each.path, before):
                 each.path = path + each.path[len(before) :]
         for softmax in self.softmaxes:
-            if call.start < softmax.time < call.end and (softmax.path + ".").startswith(f"{before}."):
+            if call.start < softmax.time < call.end and is_inside(softmax.path, before):
                 softmax.path = path + softmax.path[len(before) :]
         self.by_path.clear()
         for each in self.calls:

@@ -34,12 +34,10 @@ def trivial_parameters(model: nn.Module) -> list[str]:
 
 
 def _is_trivial(p: Tensor) -> bool:
-    plain = type(p) in (nn.Parameter, Tensor) or isinstance(p, DTensor)
-    return plain and p.is_floating_point() and p.numel() > 1 and _is_constant(p)
-
-
-def _is_constant(p: Tensor) -> bool:
     """Whether all elements are the first: of most parameters the second is not."""
+    plain = type(p) in (nn.Parameter, Tensor) or isinstance(p, DTensor)
+    if not plain or not p.is_floating_point() or p.numel() < 2:
+        return False
     p = whole(p).flatten()
     return all(bool((x == x[0]).all()) for x in (p[:2], p))
 

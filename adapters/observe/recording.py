@@ -17,7 +17,7 @@ from adapters.layout import Layout, SpreadModelError
 from adapters.observe.calls import BorderTensor, ModuleCall, Recording, Softmax, elements_of, mark
 from adapters.observe.errors import WRONG, NotFound, one_line
 from adapters.observe.functions import CHOICES, FLAT_PRODUCT, PRODUCTS, SOFTMAXES
-from adapters.observe.softmaxes import SoftmaxByHand
+from adapters.observe.softmaxes import SoftmaxByHand, may_be_step
 from adapters.paths import token_embedding
 from adapters.points import Site
 from adapters.views.given import place_of_input
@@ -121,7 +121,7 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
             return self._attention(KernelArguments(*args, **kwargs))
-        if self._by_hand.takes(func, args):
+        if may_be_step(func, args):
             return self._by_hand.step(func, args, kwargs, lambda scores: scores, self._ended)
         if func in PRODUCTS and len(args) == 2 and all(isinstance(x, Tensor) and x.ndim == 4 for x in args):
             self.products.append((args[0], args[1].transpose(-1, -2)))
@@ -147,14 +147,9 @@ class Watch(TorchFunctionMode):
 
     def _add(self, scores: Tensor, pattern: Tensor, products: list[tuple[Tensor, Tensor]], *, fused: bool) -> None:
         running = self.recorder.running
-        query, key = next(
-            (
-                (q, k)
-                for q, k in reversed(products)
-                if q.shape[-2] == scores.shape[-2] and scores.shape[-1] - k.shape[-2] in (0, 1)
-            ),
-            (None, None),
-        )
+        queries, keys = scores.shape[-2:] if scores.ndim > 1 else (0, 0)
+        fitting = [(q, k) for q, k in products if q.shape[-2] == queries and keys - k.shape[-2] in (0, 1)]
+        query, key = fitting[-1] if fitting else (None, None)
         path, time = running[-1].path if running else "", self.recorder.tick()
         self.recording.softmaxes.append(Softmax(time, path, scores, pattern.detach().clone(), query, key, fused))
 

@@ -15,7 +15,13 @@ _DIFFERENCES = {torch.sub, Tensor.sub, Tensor.__sub__}
 _EXPONENTIALS = {torch.exp, Tensor.exp}
 _SUMS = {torch.sum, Tensor.sum}
 _QUOTIENTS = {torch.div, Tensor.div, Tensor.__truediv__, torch.true_divide, Tensor.true_divide}
-_STEPS = _LOGARITHMS | _MAXIMA | _DIFFERENCES | _EXPONENTIALS | _SUMS | _QUOTIENTS
+#: The functions that a softmax by hand is made of.
+STEPS = _LOGARITHMS | _MAXIMA | _DIFFERENCES | _EXPONENTIALS | _SUMS | _QUOTIENTS
+
+
+def may_be_step(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether a function may be a step of a softmax: one of rows of a tensor of three axes or more."""
+    return func in STEPS and bool(args) and isinstance(args[0], Tensor) and args[0].ndim > 2
 
 
 @dataclass
@@ -28,10 +34,6 @@ class SoftmaxByHand:
     _logarithms: dict[int, Tensor] = field(default_factory=dict)
     _shares: dict[int, Tensor] = field(default_factory=dict)
     _totals: dict[int, Tensor] = field(default_factory=dict)
-
-    def takes(self, func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-        """Whether a function may be a step: one of rows of a tensor of three axes or more."""
-        return func in _STEPS and bool(args) and isinstance(args[0], Tensor) and args[0].ndim > 2
 
     def step(
         self,

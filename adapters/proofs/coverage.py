@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from adapters.architecture import Part
 from adapters.attention import Attention
@@ -19,7 +19,7 @@ from adapters.mixers.part import Mixer
 from adapters.observe.calls import Calls, Recording
 from adapters.observe.recognised import recognise_norm
 from adapters.observe.recording import Recorder, Watch
-from adapters.paths import INFER, has_module, join, module_path
+from adapters.paths import INFER, has_module, is_inside, join, module_path
 from adapters.proofs.evidence import Evidence, LayerStep, add_numbered
 from adapters.proofs.report import Check, Findings
 from adapters.views import parameters_of
@@ -54,26 +54,16 @@ def prove_coverage(evidence: Evidence, findings: Findings) -> None:
     for place in evidence.places():
         by_block.setdefault(place.path, []).append(place)
     for block, places in by_block.items():
-        blocks_own = {block}  # points of its input and output are of the stream, not of what it computes
-        latents = {path for place in places for path in _before_latents(place, calls)}
-        claimed = (sites | latents | {bias for place in places for bias in _biases(place)}) - blocks_own
         opaque = [path for place in places for path in _opaque(place)]
-        claimed_whole = {path for place in places for path in _roles(place)}
-        for path, found in calls.items():
-            if len(found) > 1 and all(f"{path}@{number}" in calls for number in range(len(found))):
-                continue  # each call is looked at by itself
-            # What a layer is made of (LoRA, packed weights) is claimed with the layer.
-            if not path.startswith(f"{block}.") or any(path.startswith(f"{role}.") for role in claimed_whole):
-                continue
-            inside = any(path == part or path.startswith(f"{part}.") for part in opaque)
-            computes = _computes(found[0].module, found[0].input, found[0].result)
-            if computes and not inside:
+        inside = {x for x in (*calls, *softmaxes) if x.startswith(f"{block}.") and not is_inside(x, *opaque)}
+        claimed = sites | {path for place in places for path in (*_before_latents(place, calls), *_biases(place))}
+        # What a layer is made of (LoRA, packed weights) is claimed with the layer.
+        roles = [path for place in places for path in _roles(place)]
+        for path in [path for path in calls if path in inside and not is_inside(path.rpartition(".")[0], *roles)]:
+            if computes := _computes(path, calls):
                 findings.holds(CLAIM, path, path in claimed, f"{computes} that no hook point stands on")
-        for path, count in softmaxes.items():
-            if not path.startswith(f"{block}.") or any(path.startswith(f"{part}.") or path == part for part in opaque):
-                continue
-            if _is_activation(evidence, places, path):
-                continue
+        for path in [path for path in softmaxes if path in inside and not _is_activation(evidence, places, path)]:
+            count = softmaxes[path]
             findings.holds(CLAIM, path, path in shown, "a softmax that no hook point shows")
             findings.holds(CLAIM, path, count == 1, f"{count} softmaxes, of which hook points show one")
         for place in places:
@@ -103,14 +93,9 @@ def _of_part(place: LayerStep, part: Part) -> list[str]:
 def _roles(place: LayerStep) -> Iterator[str]:
     """The layers and norms that have a part of their own to play."""
     step, part = place.named.step, place.named.step.part
-    if isinstance(part, Attention):
-        norms = [norm.path for norm in part.qk_norms]
-        yield from (join(place.module, path) for path in (part.q.path, part.k.path, part.v.path, part.o, *norms))
-    elif isinstance(part, MLP):
-        paths = (part.up.path, part.gate.path if part.gate else "", part.down, part.ln.path if part.ln else "")
-        yield from (join(place.module, path) for path in paths if path)
-    on_stream = (step.pre, step.post, step.stream_norm, place.stack.block_at(place.layer).norm)
-    yield from (join(place.path, norm.path) for norm in on_stream if norm)
+    yield from (join(place.module, path) for path in part.submodules.values() if path)
+    first = place.stack.block_at(place.layer).norm
+    yield from (join(place.path, norm.path) for norm in (*step.norms, *((first,) if first else ())))
 
 
 def _opaque(place: LayerStep) -> list[str]:
@@ -146,8 +131,12 @@ def _before_latents(place: LayerStep, calls: Calls) -> list[str]:
     return found
 
 
-def _computes(module: nn.Module, entered: Tensor | None, left: Tensor | None) -> str:
+def _computes(path: str, calls: Calls) -> str:
     """What a module computes itself that has to be claimed; "" where that is nothing."""
+    found = calls[path]
+    if len(found) > 1 and all(f"{path}@{number}" in calls for number in range(len(found))):
+        return ""  # each call is looked at by itself
+    module, entered, left = found[0].module, found[0].input, found[0].result
     own = [p for p in module._parameters.values() if p is not None]
     if own:
         return f"a {type(module).__name__} with parameters"
@@ -156,15 +145,15 @@ def _computes(module: nn.Module, entered: Tensor | None, left: Tensor | None) ->
     if entered.shape != left.shape or not entered.is_floating_point() or entered.shape[-1] < 4 or entered.equal(left):
         return ""
     # Many rows of one width all agree on a norm only if it is one.
-    found = recognise_norm(entered, left, tolerance=1e-4 if entered.dtype in (torch.float32, torch.float64) else 1e-2)
-    return f"a norm ({type(module).__name__})" if found else ""
+    close = 1e-4 if entered.dtype in (torch.float32, torch.float64) else 1e-2
+    return f"a norm ({type(module).__name__})" if recognise_norm(entered, left, tolerance=close) else ""
 
 
 def _is_activation(evidence: Evidence, places: list[LayerStep], path: str) -> bool:
     """Whether a softmax is that of an activation function, which `act(pre) = post` speaks of."""
     mlps = [place.module for place in places if isinstance(place.named.step.part, MLP)]
     solu = (evidence.bridge.cfg.act_fn or "").startswith("solu")
-    return solu and any(path == mlp or path.startswith(f"{mlp}.") for mlp in mlps)
+    return solu and is_inside(path, *mlps)
 
 
 def prove_modules(model: nn.Module, places: Iterator[LayerStep]) -> Check:
@@ -189,7 +178,8 @@ def prove_modules(model: nn.Module, places: Iterator[LayerStep]) -> Check:
             moved.setdefault(kept, []).append(f"{place.prefix}{place.named.name}")
     if not moved:
         return Check(THERE, True, f"{looked_for} modules")
-    found = "; ".join(f"{_several(where)}: the declaration has {what}" for what, where in moved.items())
+    more = {what: f" and {len(where) - 1} more" if len(where) > 1 else "" for what, where in moved.items()}
+    found = "; ".join(f"{where[0]}{more[what]}: the declaration has {what}" for what, where in moved.items())
     return Check(THERE, False, f"{found}. {INFER}")
 
 
@@ -199,31 +189,7 @@ def _claims(place: LayerStep) -> Iterator[tuple[str, str, str]]:
     for what, norm in (("the norm before it", step.pre), ("the norm behind it", step.post)):
         if norm and not norm.path.startswith("."):
             yield what, "", norm.path
-    if isinstance(part, Attention):
-        for what, path in (
-            ("queries", part.q.path),
-            ("keys", part.k.path),
-            ("values", part.v.path),
-            ("its output", part.o),
-        ):
-            yield f"{what} made", part.path, path
-        for what, norm in (("queries normed", part.q.norm), ("keys normed", part.k.norm)):
-            if norm and not norm.path.startswith("."):
-                yield what, part.path, norm.path
-    elif isinstance(part, MLP):
-        yield from _of_mlp(part, part.path)
-    elif isinstance(part, MoE):
-        yield "experts chosen", part.path, part.router
-        yield "experts kept", part.path, part.experts
-        if part.shared:
-            yield from _of_mlp(part.shared, join(part.path, part.shared.path))
-
-
-def _of_mlp(part: MLP, inside: str) -> Iterator[tuple[str, str, str]]:
-    if part.gate:
-        yield "its gate made", inside, part.gate.path
-    yield "its neurons made", inside, part.up.path
-    yield "its output made", inside, part.down
+    yield from ((what, part.path, path) for what, path in part.submodules.items() if not path.startswith("."))
 
 
 def _instead(model: nn.Module, owner: str, path: str) -> str:
@@ -233,7 +199,3 @@ def _instead(model: nn.Module, owner: str, path: str) -> str:
     found = model.get_submodule(owner)
     inside = ", ".join(name for name, _ in found.named_children()) or "nothing"
     return f"the {type(found).__name__} there has no {path}, but {inside}"
-
-
-def _several(places: list[str]) -> str:
-    return places[0] if len(places) == 1 else f"{places[0]} and {len(places) - 1} more"

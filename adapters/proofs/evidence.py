@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from adapters.inputs.arguments import accepted_by
 from adapters.inputs.made import Given, arguments_of, split, with_required_inputs
 from adapters.observe.calls import Calls, ModuleCall
 from adapters.observe.recording import Recorder
-from adapters.paths import base_path, call_number, has_module, join, module_path, path_from, token_embedding
+from adapters.paths import base_path, call_number, has_module, is_inside, join, module_path, path_from, token_embedding
 from adapters.proofs.protocol import Bridge, Hook, NamedHook
 
 
@@ -31,7 +32,7 @@ def add_numbered(calls: Calls, bridge: Bridge) -> Calls:
     numbered = {site.path[: match.end()] for site in sites for match in re.finditer(r"@\d+", site.path)}
     for start in numbered:
         outer, number = module_path(start), call_number(start)
-        for path in [path for path in calls if path == outer or path.startswith(f"{outer}.")]:
+        for path in [path for path in calls if is_inside(path, outer)]:
             if number is not None and number < len(calls[path]):
                 calls.setdefault(start + path[len(outer) :], [calls[path][number]])
     return calls
@@ -59,6 +60,11 @@ class LayerStep:
     def part(self) -> str:
         """What the hook points of its part begin with."""
         return f"{self.prefix}{self.named.name}."
+
+    @property
+    def result(self) -> str:
+        """The hook point of what it adds to the stream."""
+        return f"{self.prefix}hook_{self.named.name}_out"
 
     @property
     def module(self) -> str:
@@ -116,6 +122,16 @@ class Evidence:
     def call(self, *parts: str) -> ModuleCall | None:
         """The first call of a module, by its path; None where it did not run."""
         return next(iter(self.calls.get(join(*parts), ())), None)
+
+    def entered(self, *parts: str) -> Tensor | None:
+        """What a module is given in its first call; None where it did not run."""
+        call = self.call(*parts)
+        return call.input if call else None
+
+    def made(self, *parts: str) -> Tensor | None:
+        """What it returns there; None where it did not run."""
+        call = self.call(*parts)
+        return call.result if call else None
 
     def calls_in(self, path: str) -> Iterator[ModuleCall]:
         """The first calls of the modules inside one."""
@@ -214,10 +230,13 @@ def randomized_run(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> E
     """
     evidence = Evidence(bridge, tokens, more)
     generator = torch.Generator().manual_seed(1)
+    sizes, cap = dict(RANDOMIZED), bridge.cfg.attn_scores_soft_cap
+    if cap > 0:  # scores as large as it is, which show what it does to them
+        sizes[".hook_q"] = sizes[".hook_k"] = 0.8 * max(cap, 6.25) ** 0.5
     names = [name for name, hook in bridge.hook_dict.items() if hook.point.group != "heavy"]
 
     def look(x: Tensor, hook: Hook) -> Tensor | None:
-        size = next((size for end, size in RANDOMIZED.items() if hook.name.endswith(end)), None)
+        size = next((size for end, size in sizes.items() if hook.name.endswith(end)), None)
         if size is None:
             evidence.activations[hook.name] = x.detach().clone()
             return None
@@ -228,10 +247,8 @@ def randomized_run(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> E
     hooks: list[NamedHook] = [(names, look)]
     with torch.no_grad(), Recorder(bridge.original_model.named_modules(), layout=bridge.layout) as recording:
         output = bridge.run_with_hooks(tokens, fwd_hooks=hooks, **more)
-    evidence.raw, evidence.output = (
-        add_numbered(recording.by_path, bridge),
-        output if isinstance(output, Tensor) else None,
-    )
+    evidence.raw = add_numbered(recording.by_path, bridge)
+    evidence.output = output if isinstance(output, Tensor) else None
     evidence.calls = _batch_first(evidence) if bridge.architecture.stack.positions_first else evidence.raw
     return evidence
 
@@ -275,14 +292,12 @@ def with_graph(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> Evide
     model = bridge.original_model
     plain = {module_path(block) for block in blocks}
     wanted = [each for each in model.named_modules() if any(each[0].startswith(f"{block}.") for block in plain)]
-    handles = [model.get_submodule(path).register_forward_pre_hook(cut, with_kwargs=True) for path in plain]
-    try:
-        with torch.enable_grad(), Recorder(wanted, copies=False, layout=bridge.layout) as recording:
-            hooks: list[NamedHook] = [(scores, look)] if scores else []
-            bridge.run_with_hooks(tokens, fwd_hooks=hooks, **more, **few_logits(bridge, scores))
-    finally:
-        for handle in handles:
-            handle.remove()
+    hooks: list[NamedHook] = [(scores, look)] if scores else []
+    with ExitStack() as cuts, torch.enable_grad():
+        for path in plain:
+            cuts.enter_context(model.get_submodule(path).register_forward_pre_hook(cut, with_kwargs=True))
+        recording = cuts.enter_context(Recorder(wanted, copies=False, layout=bridge.layout))
+        bridge.run_with_hooks(tokens, fwd_hooks=hooks, **more, **few_logits(bridge, scores))
     evidence.calls = add_numbered(recording.by_path, bridge)
     return evidence
 

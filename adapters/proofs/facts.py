@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adapters.architecture import Architecture, Block, Part
 from adapters.attention import Attention
-from adapters.config import config_of
+from adapters.config import config_of, forms_of
 from adapters.feed_forward import MLP, MoE
 from adapters.inputs.arguments import takes
 from adapters.inputs.made import arguments_of
@@ -116,16 +116,12 @@ def _forms(evidence: Evidence) -> Iterator[tuple[str, object]]:
     """What the steps say, which are proved themselves."""
     architecture, cfg = evidence.bridge.architecture, evidence.bridge.cfg
     blocks = _blocks(evidence, architecture)
-    steps = [step for block in blocks for step in block.steps]
-    parts = [step.part for step in steps]
+    parts = [step.part for block in blocks for step in block.steps]
     attentions = [part for part in parts if isinstance(part, Attention)]
-    if steps:
-        yield "attn_only", len(attentions) == len(parts)
-        yield "parallel_attn_mlp", any(block.has_parallel_mlp for block in blocks)
+    if parts:
+        said = forms_of(blocks)
         mixed = any(isinstance(part, MoE) for part in parts) and not _ungated_experts(evidence)
-        yield "gated_mlp", mixed or any(isinstance(part, MLP) and part.gate is not None for part in parts)
-        yield "use_qk_norm", any(part.qk_norms for part in attentions)
-        yield "use_normalization_before_and_after", any(step.pre and step.post for step in steps)
+        yield from (said | {"gated_mlp": said["gated_mlp"] or mixed}).items()
         yield "normalization_type", _norm_type(evidence)
     final = architecture.stack.final_norm
     final_rms = final is not None and not final.kind.centered and not final.kind.identity
@@ -163,9 +159,7 @@ def _norm_type(evidence: Evidence) -> str | None:
 def _epsilon(evidence: Evidence, findings: Findings) -> None:
     cfg = evidence.bridge.cfg
     for place in evidence.places():
-        step = place.named.step
-        norms = (place.stack.block_at(place.layer).norm, step.pre, step.post, step.stream_norm)
-        norm = next((n for n in norms if n), None)
+        norm = place.stack.block_at(place.layer).norm or next(iter(place.named.step.norms), None)
         call = evidence.call(place.path, norm.path) if norm and norm.kind.name else None
         if norm is not None and call is not None:
             seen = norm.kind.epsilon(call.module)

@@ -47,10 +47,8 @@ def _mlp(evidence: Evidence, findings: Findings, prefix: str, part: MLP, module:
         findings.holds(GATED, f"{prefix}hook_post", False, "its layers did not all run")
         return
     if part.ln is not None:
-        normed = evidence.call(module, part.ln.path)
-        findings.equal(
-            GATED, f"{prefix}hook_post", evidence.get(f"{prefix}hook_post"), normed.result if normed else None
-        )
+        normed = evidence.made(module, part.ln.path)
+        findings.equal(GATED, f"{prefix}hook_post", evidence.get(f"{prefix}hook_post"), normed)
     if part.activation is not None:
         function = module_at(evidence.bridge.original_model, join(module, part.activation))
         made = function.forward(pre)
@@ -89,10 +87,8 @@ class _Mixture:
         return None if found is None else found.flatten(0, 1)
 
     def prove(self) -> None:
-        at = self.place.part
-        logits, weights, top, chosen = map(
-            self.get, ("router_logits", "expert_weights", "topk_weights", "expert_indices")
-        )
+        at, names = self.place.part, ("router_logits", "expert_weights", "topk_weights", "expert_indices")
+        logits, weights, top, chosen = map(self.get, names)
         router = self.evidence.call(self.place.module, self.part.router)
         if self.part.in_batches and weights is not None and chosen is not None:
             top = weights.gather(-1, chosen.long())
@@ -101,32 +97,38 @@ class _Mixture:
         if logits is None or router is None or router.input is None or any(x is None for x in missing):
             self.findings.holds(CHOICE, at, False, "the router did not run")
             return
-        matrix = router.module.get_submodule(router_matrix(router.module))
-        weight, bias = (getattr(matrix, name, None) for name in ("weight", "bias"))
-        if isinstance(weight, Tensor) and weight.ndim == 2:
-            made = torch.nn.functional.linear(router.input.flatten(0, -2), weight.detach(), bias)
-            self.findings.equal(CHOICE, f"{at}hook_router_logits", logits, made)
-        else:
-            self.findings.inconclusive(CHOICE, f"{at}hook_router_logits: the router has no matrix")
-        wide = logits.double()
+        tokens, wide = router.input.flatten(0, -2), logits.double()
+        self._routes(router.module, tokens, logits)
         if are_modules(held):
-            self._of_modules(held, router.input.flatten(0, -2).double(), wide)
+            self._of_modules(held, tokens.double(), wide)
             return
         assert weights is not None and top is not None and chosen is not None
         if self.part.in_batches:
-            self._in_batches(wide, weights, chosen, router.input.flatten(0, -2))
-            return
-        if self.part.chosen_by == "in turn":
+            self._in_batches(wide, weights, chosen, tokens)
+        elif self.part.chosen_by == "in turn":
             self._in_turn(wide, weights, top, chosen)
-            return
-        if self.part.chosen_by == "scores":
+        elif self.part.chosen_by == "scores":
             self._by_scores(wide, weights, top, chosen)
-            return
-        if self.part.chosen_by.endswith("probabilities"):
-            expected = wide.softmax(-1)
         else:
-            expected = torch.zeros_like(wide)
-            expected.scatter_(-1, chosen.long(), wide.gather(-1, chosen.long()).softmax(-1))
+            self._by_softmax(wide, weights, top, chosen)
+
+    def _routes(self, router: nn.Module, tokens: Tensor, logits: Tensor) -> None:
+        """The router's matrix makes the logits of the tokens."""
+        at, matrix = f"{self.place.part}hook_router_logits", router.get_submodule(router_matrix(router))
+        weight, bias = (getattr(matrix, name, None) for name in ("weight", "bias"))
+        if isinstance(weight, Tensor) and weight.ndim == 2:
+            self.findings.equal(CHOICE, at, logits, torch.nn.functional.linear(tokens, weight.detach(), bias))
+        else:
+            self.findings.inconclusive(CHOICE, f"{at}: the router has no matrix")
+
+    def _by_softmax(self, logits: Tensor, weights: Tensor, top: Tensor, chosen: Tensor) -> None:
+        """The weights are a softmax over all logits, of which the largest are chosen, or over those of the chosen."""
+        at = self.place.part
+        if self.part.chosen_by.endswith("probabilities"):
+            expected = logits.softmax(-1)
+        else:
+            expected = torch.zeros_like(logits)
+            expected.scatter_(-1, chosen.long(), logits.gather(-1, chosen.long()).softmax(-1))
         self.findings.equal(CHOICE, f"{at}hook_expert_weights", weights, expected.to(weights.dtype), 1.0)
         best = expected.topk(chosen.shape[-1]).indices.sort(-1).values
         same = self.part.chosen_by.startswith("corrected") or bool((best == chosen.long().sort(-1).values).all())
@@ -139,16 +141,13 @@ class _Mixture:
 
     def _of_modules(self, experts: nn.Module, tokens: Tensor, logits: Tensor) -> None:
         """Each expert is a module of a list: the rows that it is given say which tokens it was sent."""
-        at, layers = self.place.part, self.part.layers
+        at = self.place.part
         given: list[list[tuple[Tensor, Tensor]]] = []
         for e in range(self.evidence.bridge.cfg.num_experts or 0):
             rows, post = (self.evidence.get(f"{at}experts.{e}.hook_{name}") for name in ("in", "post"))
             given.append([])
             if rows is not None and post is not None:
-                made = post.double() @ expert_weight(experts, e, "W_out", layers).detach().double().T
-                if has_bias(experts, "W_out", layers):
-                    made = made + expert_bias(experts, e, "W_out", layers).detach().double()
-                given[-1].append((rows, made))
+                given[-1].append((rows, self._out(experts, e, post)))
         results, sent = results_by_token(tokens, given)
         added = self._added()
         if added is None:
@@ -182,6 +181,13 @@ class _Mixture:
             of_all = self.part.chosen_by.endswith("probabilities")
             expected = logits.softmax(-1) if of_all else used * sent / self.part.factor
             self.findings.equal(CHOICE, f"{at}hook_expert_weights", weights, expected.to(weights.dtype), 1.0)
+
+    def _out(self, experts: nn.Module, e: int, post: Tensor) -> Tensor:
+        """What an expert makes of its neurons."""
+        made = post.double() @ expert_weight(experts, e, "W_out", self.part.layers).detach().double().T
+        if not has_bias(experts, "W_out", self.part.layers):
+            return made
+        return made + expert_bias(experts, e, "W_out", self.part.layers).detach().double()
 
     def _by_scores(self, logits: Tensor, weights: Tensor, top: Tensor, chosen: Tensor) -> None:
         """The weights of the chosen are in the ratios of their logits' sigmoids; the others have none."""
@@ -240,10 +246,7 @@ class _Mixture:
             if post is None:
                 continue
             rank, rows = chosen.T.eq(e).nonzero(as_tuple=True)
-            result = post.double() @ expert_weight(experts, e, "W_out", self.part.layers).detach().double().T
-            if has_bias(experts, "W_out", self.part.layers):
-                result = result + expert_bias(experts, e, "W_out", self.part.layers).detach().double()
-            total.index_add_(0, rows, result * top[rows, rank].double()[:, None])
+            total.index_add_(0, rows, self._out(experts, e, post) * top[rows, rank].double()[:, None])
         total = total * self.part.factor
         total = total + self._shared(total)
         if not self.step.changes_its_result:
@@ -255,7 +258,7 @@ class _Mixture:
         # Behind it a norm may stand: what it returns is then seen before that, and has no factor yet.
         if self.step.changes_its_result:
             return self.evidence.get(f"{self.place.part}hook_out")
-        added = self.evidence.get(f"{self.place.prefix}hook_{self.place.named.name}_out")
+        added = self.evidence.get(self.place.result)
         constant = self.step.last_factor
         if not returned or added is None or constant in (None, 1.0):
             return added

@@ -11,15 +11,13 @@ from torch import Tensor
 
 from adapters.inputs.made import arguments_of
 from adapters.linear import bias_of, head_results
-from adapters.observe.calls import Recording
 from adapters.observe.errors import WRONG, one_line
 from adapters.observe.recording import Recorder
-from adapters.offloaded import materialized
 from adapters.paths import call_number, module_at, module_path
 from adapters.proofs.evidence import LayerStep, few_logits, places_of
 from adapters.proofs.protocol import Bridge, Cache, Hook, NamedHook
 from adapters.proofs.report import Check
-from adapters.views import Kwargs, SinkPattern, transformed
+from adapters.views import Kwargs, transformed
 
 _OF_HEADS = re.compile(r"hook_(attn_in|[qkv]_input)$")
 _NORMED = re.compile(r"\bln.*hook_(scale|normalized|out)$")
@@ -70,7 +68,6 @@ class Mechanics:
         """The checks that take a run for each kind of hook point, or for each layer."""
         return self._all(
             self.writing_back,
-            self.pattern_rows,
             self.z_through_w_o,
             self.resid_mid_reaches_both,
             self.starting_after_stopping,
@@ -188,11 +185,8 @@ class Mechanics:
     def every_hook_fires(self) -> None:
         """Every hook point fires once, with its declared shape."""
         failed = self.failing(self.names, self.seen_once, most=3)
-        wrong = "; ".join(f"{name}: {why}" for name, why in list(failed.items())[:3])
-        self.add(
-            "every hook point fires once, with its declared shape",
-            not failed,
-            wrong or f"{len(self.names)} hook points",
+        self.add_failed(
+            "every hook point fires once, with its declared shape", failed, f"{len(self.names)} hook points"
         )
 
     def written_back(self, names: list[str]) -> dict[str, str]:
@@ -268,56 +262,18 @@ class Mechanics:
         stream = transformed(step.residual_transform, stream, module_at(self.model, place.path))
         return sum((cache[name] for name in added), stream)
 
-    def with_results(self) -> list[LayerStep]:
-        """The attentions whose heads' results can be seen."""
-        return [place for place in places_of(self.bridge) if f"{place.part}hook_result" in self.names]
-
-    def path_of_output(self, place: LayerStep) -> str:
-        """The output projection of an attention."""
-        return self.bridge.hook_dict[f"{place.part}hook_z"].point.site.path
-
-    @cached_property
-    def attended(self) -> tuple[Cache, Recording]:
-        """What attention makes in a run without edits, and the calls of the output projections."""
-        places = self.with_results()
-        names = [name for name in self.names if name.endswith(("hook_pattern", "hook_attn_scores"))]
-        names += [f"{place.part}{name}" for place in places for name in ("hook_z", "hook_result")]
-        watched = {module_path(path): module_at(self.model, path) for path in map(self.path_of_output, places)}
-        with Recorder(watched.items(), layout=self.bridge.layout) as recording:
-            cache = self.cache([*names, *map(_added, places)])
-        return cache, recording
-
-    def pattern_rows(self) -> None:
-        """Pattern rows sum to one."""
-        patterns = [name for name in self.names if name.endswith("hook_pattern")]
-        if not patterns:
-            self.add("pattern rows sum to one", True, "does not apply")
-            return
-        views = {name: self.bridge.hook_dict[name].view for name in patterns}
-        sunk = {name: view.sinks for name, view in views.items() if isinstance(view, SinkPattern)}
-        scores = {name: name.replace("hook_pattern", "hook_attn_scores") for name in sunk}
-        cache, _ = self.attended
-
-        def pairs() -> Iterable[tuple[str, Tensor, Tensor]]:
-            for name in patterns:
-                sums = cache[name].sum(-1)
-                right = torch.ones_like(sums)
-                if name in sunk:
-                    # What goes to no token is the sink's part of a softmax over scores and sink.
-                    module = module_at(self.model, self.bridge.hook_dict[name].point.site.path)
-                    sink = materialized(module, sunk[name]).double().view(-1, 1)
-                    right = (cache[scores[name]].double().logsumexp(-1) - sink).sigmoid()
-                yield name, sums, right
-
-        self.add_worst("pattern rows sum to one" + (" less what sinks take" if sunk else ""), pairs())
-
     def z_through_w_o(self) -> None:
         """z through W_O gives attn_out."""
-        cache, recording = self.attended
+        places = [place for place in places_of(self.bridge) if f"{place.part}hook_result" in self.names]
+        sites = {place.part: self.bridge.hook_dict[f"{place.part}hook_z"].point.site.path for place in places}
+        names = [f"{part}{name}" for part in sites for name in ("hook_z", "hook_result")]
+        watched = {module_path(path): module_at(self.model, path) for path in sites.values()}
+        with Recorder(watched.items(), layout=self.bridge.layout) as recording:
+            cache = self.cache([*names, *map(_added, places)]) if places else {}
 
         def pairs() -> Iterable[tuple[str, Tensor, Tensor]]:
-            for place in self.with_results():
-                at, step, path = place.part, place.named.step, self.path_of_output(place)
+            for place in places:
+                at, step, path = place.part, place.named.step, sites[place.part]
                 projection, z = module_at(self.model, path), cache[f"{at}hook_z"]
                 bias = bias_of(projection, z.flatten(-2))
                 made = recording.of(module_path(path))[call_number(path) or 0].output
@@ -394,7 +350,7 @@ class Mechanics:
 
 def _added(place: LayerStep) -> str:
     """The hook point of what an attention writes, before a norm that follows it."""
-    return f"{place.part}hook_out" if place.named.step.post else f"{place.prefix}hook_{place.named.name}_out"
+    return f"{place.part}hook_out" if place.named.step.post else place.result
 
 
 def _is_ours(forward: object) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adapters.attention import Attention
 from adapters.feed_forward import MLP
-from adapters.norms import Norm, NormKind, NormScale
+from adapters.norms import Norm, NormKind, NormScale, apply_weight_and_bias
 from adapters.observe.recognised import probe, recognise_module
 from adapters.offloaded import materialized
 from adapters.paths import join
@@ -53,11 +53,10 @@ def _declared(evidence: Evidence) -> Iterator[tuple[str, Norm]]:
             yield evidence.from_model(head.norm.path), head.norm
     for place in evidence.places():
         step = place.named.step
-        if (norm := place.stack.block_at(place.layer).norm) and place.named is place.stack.block_at(place.layer).named[
-            0
-        ]:
-            yield join(place.path, norm.path), norm
-        yield from ((join(place.path, n.path), n) for n in (step.pre, step.post, step.stream_norm) if n)
+        block = place.stack.block_at(place.layer)
+        if block.norm and place.named is block.named[0]:
+            yield join(place.path, block.norm.path), block.norm
+        yield from ((join(place.path, n.path), n) for n in step.norms)
         if isinstance(step.part, Attention):
             yield from ((join(place.module, n.path), n) for n in step.part.qk_norms)
         elif isinstance(step.part, MLP) and step.part.ln:
@@ -90,10 +89,22 @@ def _norm(evidence: Evidence, findings: Findings, name: str, hook: Hook, view: N
         findings.equal(CLAIM, f"{name}.hook_out", call.result, inner.result * by.sigmoid())
         call = inner
     assert call.input is not None
-    module, width = call.module, call.input.shape[-1]
+    if view.kind.of_each and call.result is not None:
+        around = view.centered(call.input) / view.scale(Call(call.module, (call.input,), {}))
+        made = apply_weight_and_bias(view.kind, call.module, around, call.result.dtype)
+        findings.equal(CLAIM, f"{name}.(each head's)", call.result, made)
+    for module in view.kind.parts(call.module) if view.kind.of_each else (call.module,):
+        _computes(findings, name, path, view, outer, module, call.input)
+
+
+def _computes(
+    findings: Findings, name: str, path: str, view: NormScale, outer: nn.Module, module: nn.Module, entered: Tensor
+) -> None:
+    """What a norm's module makes of rows that tell kinds apart."""
+    width = entered.shape[-1]
     held = {key: materialized(module, key) for key in ("weight", "bias")}
     parameters = {key: value if isinstance(value, Tensor) else None for key, value in held.items()}
-    found = recognise_module(module, width, call.input, **parameters, tolerance=findings.tolerance)
+    found = recognise_module(module, width, entered, **parameters, tolerance=findings.tolerance)
     if found is None:
         findings.holds(CLAIM, name, False, f"{path} computes no norm that is known")
         return
@@ -103,7 +114,7 @@ def _norm(evidence: Evidence, findings: Findings, name: str, hook: Hook, view: N
     if not findings.holds(CLAIM, name, (found.centered, found.offset) == (declared.centered, offset), seen):
         return
     # The epsilon of the hook point: what it makes of a row that is nearly zero.
-    rows = probe(width, torch.zeros((), dtype=torch.float64, device=call.input.device), sizes=(1e-3, 1e-3))
+    rows = probe(width, torch.zeros((), dtype=torch.float64, device=entered.device), sizes=(1e-3, 1e-3))
     scale = view.scale(Call(outer, (rows,), {}, ((outer, rows),)))
     square = rows.var(-1, correction=0) if declared.centered else rows.pow(2).mean(-1)
     eps = float((scale.squeeze(-1).double() ** 2 - square).mean())

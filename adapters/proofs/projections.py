@@ -64,38 +64,48 @@ def prove_choices(evidence: Evidence, findings: Findings) -> None:
             found = evidence.raw.get(site.path)
             if not found or site.kind != "output" or not isinstance(found[0].output, Tensor):
                 continue
-            chosen = _shows_columns(evidence.bridge.hook_dict[name].point.view, found[0], found[0].output)
-            findings.holds(CLAIM, name, chosen, "its view shows something that is no choice of columns")
+            wrong = _why_no_choice(evidence.bridge.hook_dict[name].point.view, found[0], found[0].output)
+            findings.holds(CLAIM, name, not wrong, wrong)
 
 
-def _shows_columns(view: View, call: ModuleCall, output: Tensor) -> bool:
-    """Whether a view of an output shows some of its columns as they are, each once."""
-    view = view.heads if isinstance(view, Biased) else view
-    numbers = torch.arange(output.shape[-1], device=output.device).expand(output.shape).contiguous()
-    first: list[Tensor] = []
-    for x in (numbers, output):
-        shown = view.get(x, Call(call.module, call.args, call.kwargs))
-        first.append((shown[0, 0] if shown.ndim == 4 else shown.flatten(0, -2)[0]).flatten())
-    columns, values = first
+def _why_no_choice(view: View, call: ModuleCall, output: Tensor) -> str:
+    """Why a view of an output does not show some of its columns as they are, each once, in order; "" where it does."""
+    shown, numbers = _seen_through(view, output, call), _seen_through(view, _numbered(output), call)
+    columns, values = (x[0, 0] if x.ndim == 4 else x.flatten(0, -2)[0] for x in (numbers, shown))
     there = not columns.is_floating_point() and bool(((columns >= 0) & (columns < output.shape[-1])).all())
-    return (
-        there
-        and len(columns.unique()) == len(columns)
-        and torch.equal(output.flatten(0, -2)[0][columns.long()], values)
-    )
+    once = there and len(columns.unique()) == columns.numel()
+    if not (once and torch.equal(output.flatten(0, -2)[0][columns.long()], values)):
+        return "its view shows something that is no choice of columns"
+    return "" if _in_order(columns) else _DISORDER
+
+
+def _in_order(columns: Tensor) -> bool:
+    """Whether each head's columns are in the order in which the projection makes them, which is HookedTransformer's.
+
+    Scores do not tell: where nothing rotates, other orders that queries and keys share give the same ones.
+    """
+    return bool((columns.diff(dim=-1) > 0).all())
+
+
+_DISORDER = "the columns of a head are not in the order in which the projection makes them"
+
+
+def _numbered(output: Tensor) -> Tensor:
+    """The numbers of its columns in each of its rows."""
+    return torch.arange(output.shape[-1], device=output.device).expand_as(output).contiguous()
+
+
+def _seen_through(view: View, x: Tensor, call: ModuleCall) -> Tensor:
+    """What a view shows of an output, without a bias that is added to it."""
+    return (view.heads if isinstance(view, Biased) else view).get(x, Call(call.module, call.args, call.kwargs))
 
 
 def _before_norm(evidence: Evidence, place: LayerStep, z: Tensor) -> Tensor:
     """What a norm over all heads makes `z` of: behind it, no column is made from one head alone."""
     for call in evidence.calls_in(place.module):
         entered, left = call.input, call.result
-        if (
-            entered is not None
-            and left is not None
-            and entered.shape == z.shape == left.shape
-            and left.equal(z)
-            and not entered.equal(z)
-        ):
+        puts_out = left is not None and left.shape == z.shape and left.equal(z)
+        if puts_out and entered is not None and entered.shape == z.shape and not entered.equal(z):
             return entered
     return z
 
@@ -182,21 +192,21 @@ class _Columns:
         if wrong:
             head = wrong[0]
             seen = f"head {head} is reached from {_columns(found[head])}, and shows {_columns(expected[head])}"
+        elif not _in_order(declared):
+            wrong, seen = [0], _DISORDER
         self.findings.holds(CLAIM, at, not wrong, seen)
 
     def declared(self, letter: str, call: ModuleCall, output: Tensor) -> Tensor | None:
         """The columns that a hook point shows of each head, ``[head, d_head]``: its view, given their numbers."""
         hook = self.evidence.bridge.hook_dict[f"{self.place.part}hook_{letter}"]
         pos = self.query_pos if letter == "q" else self.key_pos
-        numbered = by_position(output, self.batch, pos)
-        if numbered is None:
+        rows = by_position(output, self.batch, pos)
+        if rows is None:
             return None
-        index = torch.arange(numbered.shape[-1], device=output.device).expand_as(numbered).contiguous()
-        view: View = hook.point.view
-        view = view.heads if isinstance(view, Biased) else view
+        view, cfg = hook.point.view, self.evidence.bridge.cfg
         if self.normed(letter):
-            view = Heads(self.evidence.bridge.cfg.n_heads if letter == "q" else self.evidence.bridge.cfg.n_kv_heads)
-        shown = view.get(index, Call(call.module, call.args, call.kwargs))
+            view = Heads(cfg.n_heads if letter == "q" else cfg.n_kv_heads)
+        shown = _seen_through(view, _numbered(rows), call)
         if shown.ndim != 4 or shown.is_floating_point() or self.n_heads % shown.shape[2]:
             return None
         return shown[0, 0].long()
@@ -239,14 +249,16 @@ def clipped(made: Tensor | None, part: Attention) -> Tensor | None:
 
 def normed(evidence: Evidence, place: LayerStep, part: Attention, letter: str) -> Tensor | None:
     """Queries or keys behind their norm, where they have one."""
-    made = clipped(evidence.get(f"{place.part}hook_{letter}"), part)
+    made = evidence.get(f"{place.part}hook_{letter}")
     norm = part.projections[letter].norm
     if norm is None or made is None or part.rotary == "first":
-        return made
+        return clipped(made, part)
     call = evidence.call(place.module, norm.path)
     if call is None or call.result is None:
         return None
     result = call.result
     if part.norms_over == "heads first":
         result = result.transpose(1, 2)
-    return result.reshape(made.shape) if result.numel() == made.numel() else None
+    if result.numel() != made.numel():
+        return None
+    return clipped(result.reshape(made.shape), part) if part.clips_normed else result.reshape(made.shape)

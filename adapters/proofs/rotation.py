@@ -196,3 +196,17 @@ def relative_buckets(distance: Tensor, buckets: int, most: int, *, both: bool) -
         (distance.clamp_min(1).float() / exact).log() / math.log(most / exact) * (buckets - exact)
     ).long().clamp_max(buckets - exact - 1)
     return found + torch.where(distance < exact, distance, far)
+
+
+def telling_distance(buckets: int, most: int, other: int, *, both: bool) -> int:
+    """The shortest distance whose bias is another one where the last bucket begins elsewhere; `most`: there is none.
+
+    Args:
+        buckets, most, both: as for `relative_buckets`.
+        other: in place of `most`.
+    """
+    distances = -torch.arange(most)
+    if other <= buckets // (4 if both else 2):  # no logarithm can be taken
+        return most
+    one, two = (relative_buckets(distances, buckets, each, both=both) for each in (most, other))
+    return int((one != two).nonzero()[0]) if bool((one != two).any()) else most

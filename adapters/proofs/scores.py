@@ -17,7 +17,7 @@ from adapters.proofs.evidence import Evidence, LayerStep
 from adapters.proofs.projections import clipped, normed, prove_latents
 from adapters.proofs.protocol import NamedHook
 from adapters.proofs.report import Findings
-from adapters.proofs.rotation import prove_rotation, relative_buckets
+from adapters.proofs.rotation import prove_rotation, relative_buckets, telling_distance
 from adapters.views import Affine, AlibiScores
 
 SCORES = "scores are queries times keys, with the declared norms, rotation, scale, cap and bias"
@@ -25,6 +25,8 @@ PATTERN = "the pattern is the softmax of the scores, less what declared sinks ta
 VALUES = "pattern @ v = z"
 MASK = "attention goes where the declared direction and window allow it"
 
+#: A soft cap is told apart from one that is so many times as large.
+_NEXT = 1.005
 #: Of queries, or of keys: they may differ in everything but the batch.
 Heads = Float[Tensor, "_batch _pos _head _d_head"]
 
@@ -89,17 +91,9 @@ class _Attention:
             return False
         rotated = False
         if self.part.shows_rotated:
-            turned_q, turned_k = self.get("rot_q"), self.get("rot_k")
-            config = config_of(self.evidence.bridge.core).get_text_config()
-            turned = (turned_q, turned_k) if self.part.rotary != "first" else self._normed_last(turned_q, turned_k)
-            if self.part.k.latent is not None:
-                rotated = self._latent(q, k, *turned)
-            elif not self.padded:  # positions are counted in another way in each row of the batch
-                if getattr(config, "is_heterogeneous", False):
-                    config = config.per_layer_config[self.place.layer]
-                own = self.part.own("rotary_dim", None), self.part.own("rotary_base", None)
-                rotated = prove_rotation(self.findings, SCORES, at, self.cfg, config, self.local, (q, k), turned, own)
-            q, k = turned_q, turned_k
+            seen = self.get("rot_q"), self.get("rot_k")
+            rotated = self._rotated(q, k, *(self._normed_last(*seen) if self.part.rotary == "first" else seen))
+            q, k = seen
         if q is None or k is None:
             self.findings.holds(SCORES, at, False, "queries or keys after their rotation are not shown")
             return rotated
@@ -113,6 +107,22 @@ class _Attention:
         if not self.padded:
             self._mask(pattern)
         return rotated
+
+    def _rotated(self, q: Heads, k: Heads, turned_q: Tensor | None, turned_k: Tensor | None) -> bool:
+        """Whether queries and keys are rotated, as it is declared."""
+        if self.part.k.latent is not None:
+            return self._latent(q, k, turned_q, turned_k)
+        if self.padded:  # positions are counted in another way in each row of the batch
+            return False
+        config, at, turned = (
+            config_of(self.evidence.bridge.core).get_text_config(),
+            self.place.part,
+            (turned_q, turned_k),
+        )
+        if getattr(config, "is_heterogeneous", False):
+            config = config.per_layer_config[self.place.layer]
+        own = self.part.own("rotary_dim", None), self.part.own("rotary_base", None)
+        return prove_rotation(self.findings, SCORES, at, self.cfg, config, self.local, (q, k), turned, own)
 
     def _normed_last(self, *normed: Heads | None) -> tuple[Tensor | None, Tensor | None]:
         """What the norms behind the rotation are given; what they put out is what enters the product."""
@@ -156,44 +166,47 @@ class _Attention:
         """``pattern @ v = z``, with what is declared to stand between, for the queries that see something."""
         place, at, transform = self.place, f"{self.place.part}hook_z", self.part.z_transform
         if norm := self.part.v.norm:
-            call = self.evidence.call(place.module, norm.path)
-            if call is None or call.result is None or call.result.numel() != v.numel():
+            made = self.evidence.made(place.module, norm.path)
+            if made is None or made.numel() != v.numel():
                 self.findings.holds(VALUES, at, False, f"{norm.path} did not norm the values")
                 return
-            v = call.result.reshape(v.shape)
+            v = made.reshape(v.shape)
         repeated = v.repeat_interleave(pattern.shape[1] // v.shape[2], 2)
         product = torch.einsum("bhqk,bkhd->bqhd", pattern.double(), repeated.double())
-        module = module_at(self.evidence.bridge.original_model, place.module)
-        if isinstance(transform, Affine):
-            product = transform.of(product, module)
-        elif isinstance(transform, Gate):
-            gate = self.get("gate")
-            if gate is None:
-                self.findings.holds(VALUES, at, False, f"the gate {transform.projection.path} did not run")
-                return
-            product = product * GATE_FUNCTIONS[transform.function](gate.double())
-        elif isinstance(transform, SinkGate):
-            scores, sinks = self.get("attn_scores"), materialized(module, transform.parameter)
-            if scores is None or not isinstance(sinks, Tensor):
-                self.findings.holds(VALUES, at, False, f"there are no sinks in {transform.parameter}")
-                return
-            total = scores.double().logsumexp(-1).transpose(1, 2)[..., None]
-            product = product * (total - sinks.detach().double()[:, None]).sigmoid()
-        elif isinstance(transform, Norm):
+        if isinstance(transform, Norm):
             self._normed_values(transform, product, z)
             return
-        elif isinstance(transform, AddedOutput):
-            call = self.evidence.call(place.module, transform.path)
-            if call is None or call.result is None or call.result.ndim != 4:
-                self.findings.holds(VALUES, at, False, f"{transform.path} returned no tensor of heads")
-                return
-            product = product + call.result.transpose(1, 2).double()
-        self.findings.equal(VALUES, at, z.where(seen, 0), product.where(seen, 0).to(z.dtype), float(v.abs().max()))
+        behind = self._behind(transform, product)
+        if isinstance(behind, str):
+            self.findings.holds(VALUES, at, False, behind)
+            return
+        self.findings.equal(VALUES, at, z.where(seen, 0), behind.where(seen, 0).to(z.dtype), float(v.abs().max()))
+
+    def _behind(self, transform: Gate | SinkGate | AddedOutput | Affine | None, product: Tensor) -> Tensor | str:
+        """What is made of ``pattern @ v``; or what of it did not run."""
+        module = module_at(self.evidence.bridge.original_model, self.place.module)
+        if isinstance(transform, Gate):
+            gate = self.get("gate")
+            if gate is None:
+                return f"the gate {transform.projection.path} did not run"
+            return product * GATE_FUNCTIONS[transform.function](gate.double())
+        if isinstance(transform, SinkGate):
+            scores, sinks = self.get("attn_scores"), materialized(module, transform.parameter)
+            if scores is None or not isinstance(sinks, Tensor):
+                return f"there are no sinks in {transform.parameter}"
+            total = scores.double().logsumexp(-1).transpose(1, 2)[..., None]
+            return product * (total - sinks.detach().double()[:, None]).sigmoid()
+        if isinstance(transform, AddedOutput):
+            made = self.evidence.made(self.place.module, transform.path)
+            if made is None or made.ndim != 4:
+                return f"{transform.path} returned no tensor of heads"
+            return product + made.transpose(1, 2).double()
+        return product if transform is None else transform.of(product, module)
 
     def _normed_values(self, norm: Norm, product: Tensor, z: Tensor) -> None:
         """A norm of each head, or of all, stands between."""
-        at, call = f"{self.place.part}hook_z", self.evidence.call(self.place.module, norm.path)
-        entered, result = (call.input, call.result) if call else (None, None)
+        at, path = f"{self.place.part}hook_z", (self.place.module, norm.path)
+        entered, result = self.evidence.entered(*path), self.evidence.made(*path)
         if entered is None or result is None or entered.numel() != product.numel() or result.numel() != z.numel():
             self.findings.holds(VALUES, at, False, f"{norm.path} did not norm pattern @ v")
             return
@@ -204,17 +217,17 @@ class _Attention:
         norm = self.part.projections[letter].norm
         if norm is None:
             return
-        made = clipped(self.get(letter), self.part)
-        call = self.evidence.call(self.place.module, norm.path)
-        entered = call.input if call else None
+        made, at = self.get(letter), f"{self.place.part}{letter}_norm"
+        made = made if self.part.clips_normed else clipped(made, self.part)
+        entered = self.evidence.entered(self.place.module, norm.path)
+        over = 0 if entered is None else entered.shape[-1]
         if entered is not None and made is not None and self.part.norms_over == "heads first":
             entered = entered.transpose(1, 2)
         if entered is not None and made is not None and entered.numel() == made.numel():
             width = made.shape[-1] * (made.shape[-2] if self.part.norms_over == "width" else 1)
-            over = call.input.shape[-1] if call and call.input is not None else 0
-            self.findings.holds(SCORES, f"{self.place.part}{letter}_norm", over == width, f"it is over {over} columns")
+            self.findings.holds(SCORES, at, over == width, f"it is over {over} columns")
             entered = entered.reshape(made.shape)
-        self.findings.equal(SCORES, f"{self.place.part}{letter}_norm", entered, made)
+        self.findings.equal(SCORES, at, entered, made)
 
     def _scores(self, q: Heads, k: Heads, scores: Tensor, biases: dict[str, Tensor]) -> None:
         cfg, at = self.cfg, f"{self.place.part}hook_attn_scores"
@@ -227,9 +240,12 @@ class _Attention:
             scale *= self.place.layer + 1
         made, size = made / scale, size / scale
         if cfg.attn_scores_soft_cap > 0:
-            cap = cfg.attn_scores_soft_cap
+            cap, uncapped = cfg.attn_scores_soft_cap, made
             made = cap * (made / cap).tanh()
             size = min(size, cap)
+            other = cap * _NEXT * (uncapped / (cap * _NEXT)).tanh()
+            if float((other - made).abs().max()) <= 10 * self.findings.tolerance * size:
+                self.findings.inconclusive(SCORES, f"{cap} from a soft cap that differs by 0.5 %, as scores are small")
         seen = scores.isfinite() & self._sees_something(scores)
         if self.part.score_bias_modules is not None:
             if not self.padded:
@@ -274,8 +290,9 @@ class _Attention:
             for letter, x in (("q", q), ("k", k))
         }
         made: list[Tensor] = []
+        turned = "rot_" if self.part.shows_rotated else ""
         hooks: list[NamedHook] = [
-            *(([f"{place}hook_{letter}"], lambda x, hook, new=new: new) for letter, new in pairs.items()),
+            *(([f"{place}hook_{turned}{letter}"], lambda x, hook, new=new: new) for letter, new in pairs.items()),
             ([f"{place}hook_attn_scores"], lambda x, hook: made.append(x.detach().double())),
         ]
         with torch.no_grad():
@@ -333,6 +350,9 @@ class _Attention:
         distance = torch.arange(keys)[None] - torch.arange(queries)[:, None]
         causal = bool(there.tril().equal(there))
         number = relative_buckets(distance, buckets, most, both=not causal).to(table.device)
+        for other in (most - 1, most + 1):
+            if telling_distance(buckets, most, other, both=not causal) >= max(queries, keys):
+                self.findings.inconclusive(SCORES, f"{place.stack.name}: {most} from {other} as the largest distance")
         expected = table[number].permute(2, 0, 1).to(bias)
         # Scores hold their bias to within their own rounding.
         self.findings.holds(

@@ -52,7 +52,7 @@ class Proof:
             self.mechanics.run_plain()  # before any hook is there: BigBird chooses its attention in its first run
             for what, test in (
                 ("hook points are seen", self._shown),
-                ("and in a short run", self._shown_of_few),
+                ("and kept, of a short run", self._kept_of_few),
                 ("what is read is written back", self.mechanics.written_back),
             ):
                 self._step(what, 0)
@@ -70,16 +70,19 @@ class Proof:
         self.mechanics.names = [name for name in self.mechanics.names if name not in failed]
 
     def _shown(self, names: list[str]) -> dict[str, str]:
-        """Each is seen once, and a cache keeps it."""
-        failed = self.mechanics.seen_once(names)
-        if not failed:
-            self.mechanics.cache([name for name in names if name not in self.mechanics.idle])
-        return failed
+        """Each is seen once."""
+        return self.mechanics.seen_once(names)
 
-    def _shown_of_few(self, names: list[str]) -> dict[str, str]:
-        """Each is seen in a short run, too: what some lengths leave out is no place that is there in every run."""
+    def _kept_of_few(self, names: list[str]) -> dict[str, str]:
+        """Each is seen in a short run, too: what some lengths leave out is no place that is there in every run.
+
+        A cache keeps it.
+        """
+        names = [name for name in names if name not in self.mechanics.idle]
         short = self._cut(lambda length: length // 2)
-        if short is None:
+        if short is None:  # images: what each head has would take gigabytes
+            points = {name: self.bridge.hook_dict[name].point for name in names}
+            self.mechanics.cache([name for name, each in points.items() if each.group != "heavy" or not each.depth])
             return {}
         seen: set[str] = set()
 
@@ -88,6 +91,7 @@ class Proof:
 
         tokens, more = split(self.bridge.core, short)
         self.bridge.run_with_hooks(tokens, fwd_hooks=[(names, look)], **more)
+        self.bridge.run_with_cache(tokens, names_filter=[name for name in names if name in seen], **more)
         left = [name for name in names if name not in seen and ".experts." not in name]
         return dict.fromkeys(left, "it is not seen in a run of few tokens")
 
@@ -112,9 +116,8 @@ class Proof:
         rows_of = [name for name in names if self.bridge.hook_dict[name].point.axes.startswith("batch ")]
         only_choose = self._auxiliary() | {"embed.hook_in"}
         edited = [name for name in rows_of if name not in only_choose and "hook_expert_indices" not in name]
-        n_layers = 0 if self.no_layer_runs else self.bridge.cfg.n_layers
         few = self._cut(lambda length: min(length, 3)) or self.arguments
-        return Edits(self.bridge, few, self.arguments, n_layers, self._step).without_effect(edited)
+        return Edits(self.bridge, few, self.arguments, not self.no_layer_runs, self._step).without_effect(edited)
 
     def _auxiliary(self) -> set[str]:
         """The hook points of what attention has besides: an indexer chooses keys, and of a short text it takes all."""

@@ -50,9 +50,9 @@ def _sum(evidence: Evidence, findings: Findings, place: LayerStep) -> None:
     steps = place.stack.block_at(place.layer).named
     names = [place.named.onto, *(f"hook_{n.name}_out" for n in steps if n.after == place.named.after)]
     left = " + ".join(name.removeprefix("hook_") for name in names)
-    carry = place.named.step.residual_transform
-    if carry:
-        left = f"({', '.join(parameters_of(carry)) or f'{constant_of(carry):g}'}) * {left}"
+    on_stream = place.named.step.residual_transform
+    if on_stream:
+        left = f"({', '.join(parameters_of(on_stream)) or f'{constant_of(on_stream):g}'}) * {left}"
     claim = f"{left} = {place.named.after.removeprefix('hook_')}"
     at = place.prefix + place.named.after
     terms = [evidence.get(place.prefix + name) for name in names]
@@ -64,7 +64,7 @@ def _sum(evidence: Evidence, findings: Findings, place: LayerStep) -> None:
     if place.named.step.mix:
         _mixed(evidence, findings, place, there)
         return
-    added = transformed(carry, there[0].double(), module_at(evidence.bridge.original_model, place.path))
+    added = transformed(on_stream, there[0].double(), module_at(evidence.bridge.original_model, place.path))
     for term in there[1:]:
         added = added + term.double()
     findings.equal(claim, at, total, added.to(total.dtype), max(float(term.abs().max()) for term in there))
@@ -88,7 +88,7 @@ def _reads(evidence: Evidence, findings: Findings, place: LayerStep) -> None:
     read = evidence.get(place.prefix + place.named.before)
     if step.mix:
         mixing = evidence.call(place.path, step.mix.path)
-        entered = like(mixing.input if mixing else None, read)
+        entered = like(evidence.entered(place.path, step.mix.path), read)
         findings.equal(READS, f"{place.prefix}{step.mix.path}", entered, read)
         out = mixing.output if mixing else None
         read = out[step.mix.read] if isinstance(out, tuple | list) else None
@@ -105,8 +105,7 @@ def _reads(evidence: Evidence, findings: Findings, place: LayerStep) -> None:
     if not entries:
         findings.inconclusive(READS, f"what {place.part.removesuffix('.')} reads")
     for entry in entries:
-        call_of_part = evidence.call(place.path, entry)
-        seen = None if call_of_part is None else like(call_of_part.input, read)
+        seen = like(evidence.entered(place.path, entry), read)
         findings.equal(READS, f"{place.part}({entry})", seen, like(read, seen))
     if isinstance(part, Attention) and part.cross:
         _reads_encoder(evidence, findings, place, part)
@@ -138,17 +137,15 @@ def _reads_encoder(evidence: Evidence, findings: Findings, place: LayerStep, par
         return
     read = next((left for *_, left, _ in reversed(list(streams_of(evidence, first)))), None)
     if first.final_norm:
-        norm = evidence.call(evidence.base, first.final_norm.path)
-        read = norm.result if norm else None
+        read = evidence.made(evidence.base, first.final_norm.path)
     for projection in (part.k, part.v):
-        own = evidence.call(place.module, projection.path)
-        findings.equal(READS, f"{place.part}({projection.path})", own.input if own else None, read)
+        entered = evidence.entered(place.module, projection.path)
+        findings.equal(READS, f"{place.part}({projection.path})", entered, read)
 
 
 def _reads_second_input(evidence: Evidence, findings: Findings, place: LayerStep, part: Attention) -> None:
     """Without an encoder in the declaration: keys and values are made from one thing, which is not made of text."""
-    own = [evidence.call(place.module, each.path) for each in (part.k, part.v)]
-    key, value = (None if call is None else call.input for call in own)
+    key, value = (evidence.entered(place.module, each.path) for each in (part.k, part.v))
     if not evidence.arguments.keys() - {"input_ids", "attention_mask"} or key is None or value is None:
         findings.holds(READS, place.part, False, "there is no second input that it could read")
         return
@@ -159,47 +156,35 @@ def _reads_second_input(evidence: Evidence, findings: Findings, place: LayerStep
     def other(x: Tensor, hook: Hook) -> Tensor:
         return x.flip(1) * 0.5
 
-    with (
-        torch.no_grad(),
-        Recorder(
-            [(path, evidence.bridge.original_model.get_submodule(path))], layout=evidence.bridge.layout
-        ) as recording,
-    ):
+    watched = [(path, evidence.bridge.original_model.get_submodule(path))]
+    with torch.no_grad(), Recorder(watched, layout=evidence.bridge.layout) as recording:
         evidence.bridge.run_with_hooks(evidence.tokens, fwd_hooks=[(first, other)], **evidence.more)
     findings.equal(READS, f"{place.part}({part.k.path})", recording.of(path)[0].input, key)
 
 
 def _returns(evidence: Evidence, findings: Findings, place: LayerStep) -> None:
     step, part = place.named.step, place.named.step.part
-    at = f"{place.prefix}hook_{place.named.name}_out"
+    at = place.result
     added, block = evidence.get(at), module_at(evidence.bridge.original_model, place.path)
     raw = evidence.get(f"{place.part}hook_out") if step.changes_its_result else None
     if isinstance(part, Attention | MLP):
-        last = evidence.call(place.module, part.o if isinstance(part, Attention) else part.down)
-        made = last.result if last else None
+        made = evidence.made(place.module, part.o if isinstance(part, Attention) else part.down)
         if step.changes_its_result:
             findings.equal(RETURNS, at, raw, like(made, raw))
         else:
             findings.equal(RETURNS, at, added, like(None if made is None else step.added(made, block), added))
     if step.post:
-        call = evidence.call(place.path, step.post.path)
-        findings.equal(RETURNS, at, call.input if call else None, raw)
-        raw = call.result if call else None
+        findings.equal(RETURNS, at, evidence.entered(place.path, step.post.path), raw)
+        raw = evidence.made(place.path, step.post.path)
     if step.changes_its_result:
         made = None if raw is None else step.added(raw, block)
         findings.equal(RETURNS, at, like(added, made), made)
     if step.stream_norm:
-        call = evidence.call(place.path, step.stream_norm.path)
         total = evidence.get(place.prefix + place.named.after)
-        findings.equal(RETURNS, at, call.input if call else None, total)
-    if (
-        isinstance(part, MoE)
-        and added is not None
-        and step.out_element == 0
-        and not (step.post or step.output_transform)
-    ):
-        call = evidence.call(place.module)
-        findings.equal(RETURNS, at, added, like(call.result if call else None, added))
+        findings.equal(RETURNS, at, evidence.entered(place.path, step.stream_norm.path), total)
+    as_it_is = step.out_element == 0 and not step.result_chain
+    if isinstance(part, MoE) and added is not None and as_it_is:
+        findings.equal(RETURNS, at, added, like(evidence.made(place.module), added))
 
 
 def streams_of(
@@ -211,12 +196,8 @@ def streams_of(
         prefix = f"{stack.name}.{index}."
         normed = evidence.get(f"{prefix}hook_normalized_resid_post")
         after = normed if normed is not None else evidence.get(f"{prefix}hook_resid_post")
-        yield (
-            prefix,
-            evidence.get(f"{prefix}hook_resid_pre"),
-            after,
-            evidence.call(evidence.base, stack.place_of(index)),
-        )
+        call = evidence.call(evidence.base, stack.place_of(index))
+        yield prefix, evidence.get(f"{prefix}hook_resid_pre"), after, call
         index += 1
 
 
@@ -239,12 +220,8 @@ def _chain(evidence: Evidence, findings: Findings, stack: Stack) -> None:
         length = len(output) if isinstance(output, tuple | list | Mapping) else 1
         key, expected = stack.output
         fits = length == expected and several == (key is not None)
-        findings.holds(
-            CHAIN,
-            f"{prefix}(output)",
-            fits,
-            f"{length} elements in a {type(output).__name__}, for {expected} with key {key}",
-        )
+        seen = f"{length} elements in a {type(output).__name__}, for {expected} with key {key}"
+        findings.holds(CHAIN, f"{prefix}(output)", fits, seen)
 
 
 def _last(evidence: Evidence, stack: Stack) -> Tensor | None:

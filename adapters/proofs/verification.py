@@ -29,6 +29,7 @@ from adapters.proofs.projections import CLAIM as COLUMNS
 from adapters.proofs.projections import prove_choices, prove_projections
 from adapters.proofs.protocol import Bridge
 from adapters.proofs.report import Check, Findings, Report
+from adapters.proofs.rotation import telling_distance
 from adapters.proofs.scores import PATTERN, SCORES, prove_attention
 from adapters.proofs.stream import READS, prove_streams
 from adapters.proofs.weights import CLAIM as WEIGHTS
@@ -37,6 +38,8 @@ from adapters.proofs.weights import prove_weights
 #: How much of a verification is done: all of it, or what takes a few runs.
 Level = Literal["full", "quick"]
 
+#: How long a text is at most that shows how far a position bias goes.
+_LONG = 160
 #: Each proof of the activations of one run, and what is said not to hold when it cannot be made.
 _PROOFS = (
     (READS, prove_streams),
@@ -151,7 +154,7 @@ def _proofs(bridge: Bridge, level: str, inputs: Given | None) -> list[Check]:
 
 def _proofs_on(subject: Bridge, level: str, inputs: Given | None, *, half: bool) -> list[Check]:
     findings = Findings(tolerance(subject.cfg.dtype), angles=3e-2 if half else 1e-4)
-    pos = _length(subject)
+    pos = _length(subject, level)
     rows = max(2, min(subject.cfg.n_heads, 8))  # a gradient for each head, so many at a time
     # Experts are chosen by many tokens.
     few = rows if subject.cfg.num_experts else min(rows, 4 if level == "full" else 2)
@@ -240,14 +243,19 @@ def _proved_on(bridge: Bridge, why: list[str]) -> Iterator[Check]:
         yield Check("proved on", True, ", ".join(["a probe copy with the model's parameters", *why]))
 
 
-def _length(bridge: Bridge) -> int:
-    """How long a text has to be to show windows and distances, where that is not long."""
+def _length(bridge: Bridge, level: str) -> int:
+    """How long a text has to be to show windows and, at the level ``full``, distances, where that is not long."""
     cfg = bridge.cfg
     pos = 11
     if cfg.window_size is not None and cfg.window_size <= 64:
         pos = max(pos, cfg.window_size + 3)
-    if cfg.relative_attention_num_buckets is not None:
+    buckets, most = cfg.relative_attention_num_buckets, cfg.relative_attention_max_distance
+    if buckets is not None:
         pos = max(pos, 29)
+    if buckets is not None and most is not None and level == "full":
+        both = cfg.attention_dir != "causal"
+        told = [telling_distance(buckets, most, other, both=both) + 1 for other in (most - 1, most + 1)]
+        pos = max([pos, *(each for each in told if each <= _LONG)])
     taken = {cfg.n_heads, cfg.n_kv_heads, max(2, min(cfg.n_heads, 8)), 4}
     while pos in taken or pos - 4 in taken:
         pos += 1

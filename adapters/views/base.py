@@ -75,9 +75,11 @@ class Deferred:
     def _versions(self) -> tuple[int, ...]:
         """Of what it is computed from."""
         x = self.x
+        own = -1 if x.is_inference() else x._version
         if not self.view.contextual:
-            return () if x.is_inference() else (x._version,)
-        return tuple([tensor._version for tensor in (x, self.call.input) if not tensor.is_inference()])
+            return (own,)
+        given = self.call.input
+        return own, -1 if given.is_inference() else given._version
 
     @property
     def keeps_more(self) -> bool:
@@ -127,6 +129,11 @@ class View:
     parameters: tuple[str, ...] = ()
     #: True where an edit is copied into the site's tensor, so that everyone who holds that tensor sees it.
     writes_through: bool = False
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether `get` may be asked after the run: it needs no more of the call than the module's input."""
+        return (self.deferrable or not self.contextual) and not self.at_once
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         return x

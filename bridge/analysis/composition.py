@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from bridge.hooks.arguments import refuse_wrong_types
+from bridge.hooks.arguments import check_choice, refuse_wrong_types
 from bridge.weights.factored_matrix import FactoredMatrix, at_least_float32
 
 
@@ -82,8 +82,7 @@ def all_scores(model: HasCircuits, mode: str) -> Float[Tensor, "n_layers n_heads
         >>> all_scores(TransformerBridge.boot_embedded(), "K").shape
         torch.Size([4, 4, 4, 4])
     """
-    if mode not in ("Q", "K", "V"):
-        raise ValueError(f"mode is {mode!r}; it must be 'Q', 'K' or 'V'")
+    check_choice("mode", mode, ("Q", "K", "V"))
     left = model.OV
     right = left if mode == "V" else model.QK if mode == "Q" else model.QK.T
     scores = composition_scores(left, right)

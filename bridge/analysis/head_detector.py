@@ -16,7 +16,7 @@ from jaxtyping import Float, Int, Num
 from torch import Tensor
 
 from bridge.analysis.runnable import RunnableModel
-from bridge.hooks.arguments import refuse_wrong_types
+from bridge.hooks.arguments import check_choice, refuse_wrong_types
 from bridge.hooks.shapes import heads_shown
 
 __all__ = [
@@ -88,8 +88,7 @@ def detect_head(
         >>> scores.shape, bool(scores.max() > 0.5)
         (torch.Size([4, 4]), True)
     """
-    if error_measure not in get_args(ErrorMeasure):
-        raise HeadDetectionError(f"error_measure is {error_measure!r}; it must be one of {get_args(ErrorMeasure)}")
+    check_choice("error_measure", error_measure, get_args(ErrorMeasure), HeadDetectionError)
     if isinstance(detection_pattern, str) and detection_pattern not in HEAD_NAMES:
         raise HeadDetectionError(INVALID_HEAD_NAME_ERR % detection_pattern)
     chosen = _heads(model, heads)
@@ -278,8 +277,7 @@ def compute_head_attention_similarity_score(
         >>> score(attention, torch.eye(2), exclude_bos=False, exclude_current_token=False, error_measure="mul")
         0.875
     """
-    if error_measure not in get_args(ErrorMeasure):
-        raise HeadDetectionError(f"error_measure is {error_measure!r}; it must be one of {get_args(ErrorMeasure)}")
+    check_choice("error_measure", error_measure, get_args(ErrorMeasure), HeadDetectionError)
     shape = attention_pattern.shape
     if len(shape) != 2 or shape[0] != shape[1]:
         raise HeadDetectionError(f"the attention pattern must be square; its shape is {list(shape)}")

@@ -57,6 +57,16 @@ class AnalysedModel(Protocol):
         ...
 
 
+def refuse_training(model: nn.Module) -> None:
+    """Refuses a model whose runs differ by dropout.
+
+    Raises:
+        ValueError: it is in training mode.
+    """
+    if model.training:
+        raise ValueError("the model is in training mode, in which runs differ by dropout: call bridge.eval() first")
+
+
 def refuse_no_sum(model: AnalysedModel, *, of_normed: bool = False) -> None:
     """Refuses a model whose residual stream cannot be taken apart into what was written to it.
 

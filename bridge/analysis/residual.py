@@ -13,7 +13,7 @@ from bridge.analysis.decomposition import Group, Term, stacked, stream_at, terms
 from bridge.analysis.layer_outputs import results_of_heads, results_of_neurons
 from bridge.analysis.requirements import Index, layer_of, pick, require
 from bridge.hooks.act_names import last_stream
-from bridge.hooks.arguments import refuse_wrong_types
+from bridge.hooks.arguments import check_choice, refuse_wrong_types
 
 Stack = Float[Tensor, "component ..."] | tuple[Float[Tensor, "component ..."], list[str]]
 
@@ -81,8 +81,7 @@ class ResidualMethods(AttributionMethods):
             >>> labels, bool((stack.sum(0) - cache["resid_pre", 1]).abs().max() < 1e-4)
             (['embed', '0_attn_out', '0_mlp_out'], True)
         """
-        if mode not in ("all", "mlp", "attn", "mixer"):
-            raise ValueError(f"mode is {mode!r}; it must be 'all', 'mlp', 'attn' or 'mixer'")
+        check_choice("mode", mode, ("all", "mlp", "attn", "mixer"))
         groups: list[Group] = ["embed", "bias"] if incl_embeds else []
         groups += ["attn", "mixer", "mlp"] if mode == "all" else [mode]
         terms = terms_of(self, layer, mlp_input, groups=groups, pos_slice=pos_slice)

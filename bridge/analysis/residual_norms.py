@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from adapters.architecture import Architecture, Step, feeds_forward
 from adapters.norms import NormKind, at_least_float32, normalized
 from adapters.paths import module_at
+from adapters.points import Point
 from adapters.views import Composed, Copied, linearly, transformed
 from bridge.analysis.requirements import AnalysedModel
 
@@ -104,11 +105,24 @@ def norm_of(model: AnalysedModel, name: str) -> StreamNorm | None:
     hook = model.hook_dict.get(f"{name}.hook_scale")
     if hook is None:
         return None
-    view: Any = hook.point.view
+    return StreamNorm(name, _computing(hook.point).kind, module_at(model.original_model, path_of_norm(hook.point)))
+
+
+def path_of_norm(scale: Point) -> str:
+    """Where the module of a norm is.
+
+    Args:
+        scale: the point of its scale.
+    """
+    return (scale.sources[0] if _computing(scale).shared else scale.site).path
+
+
+def _computing(scale: Point) -> Any:
+    """The view that computes a norm's scale."""
+    view: Any = scale.view
     while isinstance(view, Composed | Copied):
         view = view.inner
-    site = hook.point.sources[0] if view.shared else hook.point.site
-    return StreamNorm(name, view.kind, module_at(model.original_model, site.path))
+    return view
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from bridge.analysis.requirements import AnalysedModel
-from bridge.hooks.arguments import refuse_wrong_types
+from bridge.hooks.arguments import check_choice, refuse_wrong_types
 from bridge.weights.accessors import first_weight
 from bridge.weights.factored_matrix import FactoredMatrix
 
@@ -76,8 +76,7 @@ class SVDInterpreter:
             >>> SVDInterpreter(bridge).get_singular_vectors("w_out", 0).shape[1:]
             torch.Size([1, 10])
         """
-        if vector_type not in VECTOR_TYPES:
-            raise SingularVectorError(f"the vector type is {vector_type!r}; it must be one of {VECTOR_TYPES}")
+        check_choice("the vector type", vector_type, VECTOR_TYPES, SingularVectorError)
         self._check("layer_index", layer_index, self.cfg.n_layers)
         if (head_index is None) is (vector_type == "OV"):
             raise SingularVectorError(f"head_index is {head_index}; OV needs a head, w_in and w_out have none")

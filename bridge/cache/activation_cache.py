@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from adapters.paths import module_at
+from adapters.points import Point
 from adapters.views import Deferred
 from bridge.analysis.requirements import AnalysedModel, Index, pick, plain
 from bridge.analysis.residual import ResidualMethods
-from bridge.analysis.residual_norms import norm_of
+from bridge.analysis.residual_norms import path_of_norm
 from bridge.hooks.act_names import act_name
 from bridge.hooks.arguments import refuse_wrong_types, shown
 from bridge.hooks.names import suggestion
@@ -45,18 +47,25 @@ _ELSEWHERE = {
 }
 
 
-def _module_behind(name: str, model: AnalysedModel) -> nn.Module:
-    """The module that has the weights: of a scale, its norm."""
-    norm = norm_of(model, name.removesuffix(".hook_scale")) if name.endswith(".hook_scale") else None
-    return norm.module if norm else module_at(model.original_model, model.hook_dict[name].point.site.path)
+def _path_of_weights(name: str, point: Point) -> str:
+    """The path of the module that has the weights: of a scale, its norm."""
+    return path_of_norm(point) if name.endswith(".hook_scale") else point.site.path
+
+
+@functools.lru_cache(maxsize=10_000)
+def _read_by_weights(name: str) -> str | None:
+    """The hook point from which an activation is taken through weights; None for others."""
+    base = name.rpartition(".")[0]  # of what is seen in a basis of the user's
+    return next((found for found in (name, base) if found.endswith((*_READ_BY_WEIGHTS, *_ENDS))), None)
 
 
 def _weights_behind(values: Mapping[str, Any], model: AnalysedModel) -> dict[str, Written]:
     """The state of the weights that activations would be taken through, by hook point."""
-    bases = (name.rpartition(".")[0] for name in values)  # of what is seen in a basis of the user's
-    names = [name for name in (*values, *bases, *_ENDS) if name.endswith((*_READ_BY_WEIGHTS, *_ENDS))]
-    there = [name for name in names if name in model.hook_dict and model.hook_dict[name].point.axes != "..."]
-    return {name: written_to(_module_behind(name, model)) for name in there}  # axes "...": in a module of the user's
+    hooks, hf_model = model.hook_dict, model.original_model
+    names = dict.fromkeys([*map(_read_by_weights, values), *_ENDS])
+    points = [(name, hooks[name].point) for name in names if name in hooks]
+    there = [(name, point) for name, point in points if point.axes != "..."]  # "...": in a module of the user's
+    return {name: written_to(module_at(hf_model, _path_of_weights(name, point))) for name, point in there}
 
 
 def _alone(value: Tensor) -> Tensor:
@@ -124,8 +133,8 @@ class ActivationCache(ResidualMethods):
             ValueError: its weights have been changed since, others stand there, or PEFT's adapters there were switched.
                 (What is written through ``weight.data`` torch does not count.)
         """
-        module = _module_behind(name, self.model)
-        then = self._weights.get(name)
+        path = _path_of_weights(name, self.model.hook_dict[name].point)
+        module, then = module_at(self.model.original_model, path), self._weights.get(name)
         if then is not None and written_to(module) != then:
             raise ValueError(
                 f"the weights at {name} were changed since the run (processed, trained, written to, or adapters "

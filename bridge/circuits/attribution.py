@@ -9,12 +9,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from bridge.analysis.requirements import refuse_training
 from bridge.bridge import TransformerBridge
 from bridge.circuits.graph import Graph, Port
 from bridge.circuits.metrics import Metric
 from bridge.circuits.scores import EdgeScores
 from bridge.circuits.senders import written_in_both
-from bridge.hooks.arguments import refuse_wrong_types
+from bridge.hooks.arguments import check_choice, check_positive, refuse_wrong_types
 from bridge.hooks.hook_point import HookPoint
 from bridge.patching.corrupted import CorruptedRun
 from bridge.patching.memory import tokens_per_run
@@ -71,12 +72,9 @@ def edge_attribution(
         >>> edge_attribution(bridge, pairs.clean, pairs.corrupted, pairs.metric())
         EdgeScores(479 edges of 4 layers)
     """
-    if method not in METHODS:
-        raise ValueError(f"method is {method!r}; it must be one of {', '.join(map(repr, METHODS))}")
-    if steps < 1:
-        raise ValueError(f"steps is {steps}; it must be 1 or more")
-    if bridge.training:
-        raise ValueError("the model is in training mode, in which runs differ by dropout: call bridge.eval() first")
+    check_choice("method", method, METHODS)
+    check_positive("steps", steps)
+    refuse_training(bridge)
     graph = graph or Graph.of(bridge)
     one, other = written_in_both(graph, bridge, clean, corrupted)
     ends = _Ends(graph, bridge, clean, metric, other.parts - one.parts)

@@ -11,7 +11,7 @@ from bridge.bridge import TransformerBridge
 from bridge.circuits.evaluation import Curve, evaluations
 from bridge.circuits.metrics import Metric
 from bridge.circuits.scores import EdgeScores
-from bridge.hooks.arguments import refuse_wrong_types
+from bridge.hooks.arguments import check_choice, refuse_wrong_types
 
 #: The shares of the edges at which the Mechanistic Interpretability Benchmark looks.
 SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -48,8 +48,7 @@ def faithfulness_curve(
         >>> curve.cpr, curve.cmd
         (0.75, 0.25)
     """
-    if choose not in ("top", "greedy"):
-        raise ValueError(f'choose is {choose!r}; it must be "top" or "greedy"')
+    check_choice("choose", choose, ("top", "greedy"))
     if not shares or not shares[0] >= 0 or not shares[-1] <= 1 or list(shares) != sorted(set(shares)):
         raise ValueError(f"shares are {tuple(shares)}; they must grow, from 0 to 1")
     pick = scores.top if choose == "top" else scores.greedy

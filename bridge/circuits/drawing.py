@@ -14,6 +14,7 @@ from bridge.bridge import TransformerBridge
 from bridge.circuits.graph import Graph
 from bridge.circuits.metrics import Metric
 from bridge.circuits.single_edges import effects_of_edges
+from bridge.patching.everything import texts_of
 
 
 def draw(
@@ -51,7 +52,7 @@ def draw(
         effects = effects_of_edges(graph, bridge, clean, corrupted, metric, direct, verbose=False)
         for edge in direct:
             facts[edge.removesuffix("->logits")]["effect"] = float(effects[graph.edge(edge)])
-        given["tokens"] = _words(bridge, clean)
+        given["tokens"] = texts_of(bridge, clean[0])
         for name, pattern in _patterns([name for name in nodes if "H" in name], bridge, clean).items():
             for node in {name, *(one for one, head in joins if head == name and "H" in one)} & names:
                 facts[node]["pattern"] = pattern
@@ -62,13 +63,6 @@ def draw(
 def _name(metric: Metric) -> str:
     name = getattr(metric, "__name__", "metric")
     return "metric" if name == "<lambda>" else name.replace("_", " ")
-
-
-def _words(bridge: TransformerBridge, clean: Int[Tensor, "batch pos"]) -> list[str]:
-    """The tokens of the first prompt; their numbers where there is no tokenizer."""
-    if bridge.tokenizer is None:
-        return [str(token) for token in clean[0].tolist()]
-    return [bridge.to_single_str_token(token) for token in clean[0].tolist()]
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from bridge.circuits.edge_run import EdgeRun
 from bridge.circuits.graph import Graph
 from bridge.circuits.metrics import Metric
 from bridge.circuits.senders import written
+from bridge.hooks.arguments import check_choice
 
 ABLATIONS = ("resample", "mean", "zero")
 
@@ -128,8 +129,7 @@ def _other(
     reference: Int[Tensor, "rows length"] | None,
 ) -> Float[Tensor, "sender batch_or_one pos d_model"]:
     """What replaces the senders."""
-    if ablation not in ABLATIONS:
-        raise ValueError(f"ablation is {ablation!r}; it must be one of {', '.join(map(repr, ABLATIONS))}")
+    check_choice("ablation", ablation, ABLATIONS)
     if reference is not None and ablation != "mean":
         raise ValueError(f"reference prompts are for the mean; the ablation is {ablation!r}")
     if ablation == "mean":

@@ -10,6 +10,13 @@ from typing import Any
 from bridge.cli.generate import add_interventions
 from bridge.cli.parsers import add_command, add_tp
 
+#: The options that `bridge.harvest.harvest` takes under the same names.
+_OPTIONS = (
+    "hook_points", "out", "context_size", "dtype", "tokens_per_shard", "max_tokens", "column", "prepend_bos",
+    "separator", "pack", "keep_special", "rows", "batch_size", "device", "model_dtype", "format", "engine", "workers",
+    "address", "gpus_per_worker", "progress",
+)  # fmt: skip
+
 
 def add_harvest(commands: Any) -> argparse.ArgumentParser:
     """Adds the command.
@@ -24,7 +31,7 @@ def add_harvest(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument("model", nargs="?", help='a hub name, a folder, or "embedded"')
     parser.add_argument("files", nargs="*", help="paths or globs: .txt (a document a line), .jsonl, .parquet")
     parser.add_argument("--check", metavar="FOLDER", help="compare a folder with its manifest, and do nothing else")
-    parser.add_argument("--points", nargs="+", metavar="NAME", help="hook points")
+    parser.add_argument("--points", dest="hook_points", nargs="+", metavar="NAME", help="hook points")
     add_interventions(parser)
     parser.add_argument("--out", metavar="FOLDER", help="where the shards go; the same command goes on there")
     parser.add_argument("--context-size", type=int, default=128, metavar="TOKENS")
@@ -32,10 +39,13 @@ def add_harvest(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument("--tokens-per-shard", type=int, default=2**20, metavar="TOKENS")
     parser.add_argument("--max-tokens", type=int, metavar="TOKENS", help="stop after this many")
     parser.add_argument("--column", default="text", metavar="NAME", help="of JSONL and Parquet (default: text)")
-    parser.add_argument("--bos", action=argparse.BooleanOptionalAction, help="start every input with BOS")
+    parser.add_argument(
+        "--bos", dest="prepend_bos", action=argparse.BooleanOptionalAction, help="start every input with BOS"
+    )
     parser.add_argument("--separator", metavar="TOKEN", help="behind every document: an id, or eos, bos, sep, cls, pad")
-    parser.add_argument("--no-pack", action="store_true", help="no input holds parts of two documents")
-    parser.add_argument("--no-special", action="store_true", help="write no rows for BOS and separators")
+    off: dict[str, Any] = {"action": "store_false"}
+    parser.add_argument("--no-pack", dest="pack", **off, help="no input holds parts of two documents")
+    parser.add_argument("--no-special", dest="keep_special", **off, help="write no rows for BOS and separators")
     parser.add_argument("--rows", default="all", choices=["all", "mean", "last"])
     parser.add_argument("--batch-size", type=int, metavar="INPUTS")
     add_tp(parser)
@@ -46,7 +56,7 @@ def add_harvest(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, default=2, help="for Ray")
     parser.add_argument("--address", help="of a Ray cluster")
     parser.add_argument("--gpus-per-worker", type=float, default=0, help="for Ray")
-    parser.add_argument("--quiet", action="store_true", help="no line that shows how far it is")
+    parser.add_argument("--quiet", dest="progress", **off, help="no line that shows how far it is")
     parser.set_defaults(parser=parser)
     return parser
 
@@ -66,36 +76,18 @@ def run_harvest(given: argparse.Namespace) -> int:
             found = check(given.check)
             print(found)
             return 0 if found.passed else 1
-        lacking = [name for name in ("model", "files", "points", "out") if not getattr(given, name)]
+        needed = {"model": given.model, "files": given.files, "points": given.hook_points, "out": given.out}
+        lacking = [name for name, value in needed.items() if not value]
         if lacking:
             given.parser.error(f"harvest needs {', '.join(lacking)} (or --check FOLDER)")
-        separator = given.separator
-        report = harvest(
-            given.model if not given.tp else _spread(given),
-            Files(*given.files),
-            hook_points=given.points,
-            interventions=_interventions(given.model, given.interventions),
-            out=given.out,
-            context_size=given.context_size,
-            dtype=given.dtype,
-            tokens_per_shard=given.tokens_per_shard,
-            max_tokens=given.max_tokens,
-            column=given.column,
-            prepend_bos=given.bos,
-            separator=int(separator) if separator is not None and separator.isdigit() else separator,
-            pack=not given.no_pack,
-            keep_special=not given.no_special,
-            rows=given.rows,
-            batch_size=given.batch_size,
-            device=None if given.tp else given.device,
-            model_dtype=None if given.tp else given.model_dtype,
-            format=given.format,
-            engine=given.engine,
-            workers=given.workers,
-            address=given.address,
-            gpus_per_worker=given.gpus_per_worker,
-            progress=not given.quiet,
-        )
+        options: dict[str, Any] = {name: getattr(given, name) for name in _OPTIONS}
+        if given.separator is not None and given.separator.isdigit():
+            options["separator"] = int(given.separator)
+        if given.tp:
+            options |= {"device": None, "model_dtype": None}
+        hooks = _interventions(given.model, given.interventions)
+        model = _spread(given) if given.tp else given.model
+        report = harvest(model, Files(*given.files), interventions=hooks, **options)
     except (
         HarvestError, WriteError, FileNotFoundError, UnknownHookError, InterventionsFileError, OtherModelError
     ) as error:  # fmt: skip

@@ -83,6 +83,3 @@ def vocabulary() -> list[str]:
 
 LIST_WORDS: tuple[str, ...] = list_words()
 """What word lists are made of."""
-
-ALL_PIECES: tuple[str, ...] = tuple(vocabulary()[len(SPECIALS) :])
-"""Every piece that is not a special token."""

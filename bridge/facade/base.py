@@ -205,6 +205,9 @@ class WrappedModel(nn.Module):
     def _keep_what_holds(self, found: ModelMap, inputs: Given | None) -> None:
         """Tries an inferred declaration on the model, and leaves out what does not hold."""
         proof = proofs.search.Proof(self, inputs).run()
+        if not self.hook_dict.keys() - proof.not_offered.keys():
+            why = next(iter(proof.not_offered.values()), "it has none")
+            raise UnsupportedModelError(f"{why}: so no hook point that was inferred for {self.cfg.model_name} holds")
         self.no_layer_runs = proof.no_layer_runs
         self._wire(found.without(proof.not_offered))
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bridge.facade.base import WrappedModel
+from bridge.hooks.arguments import check_choice
 from bridge.hooks.hook_point import Handle, HookPoint
 from bridge.hooks.listener import HookFunction
 from bridge.hooks.names import NamesFilter
@@ -93,8 +94,7 @@ class AddsHooks:
             including_permanent: permanent ones too.
             level: only those that were added at this level.
         """
-        if direction not in ("fwd", "bwd", "both"):
-            raise ValueError(f'direction is {direction!r}; it must be "fwd", "bwd" or "both"')
+        check_choice("direction", direction, ("fwd", "bwd", "both"))
         if clear_contexts:
             self.clear_contexts()
         for point in self.hook_points():
@@ -197,7 +197,7 @@ class HookMethods(WrappedModel, AddsHooks):
             if self.hook_dict.get(names.name) is not names:
                 raise ValueError(f"{names!r} belongs to another bridge")
             return [names]
-        return self.names.select(names, lambda hook: bool(hook.point.flag and getattr(self.cfg, hook.point.flag)))
+        return self.names.select(names, lambda flag: bool(getattr(self.cfg, flag)))
 
     def get_hook_point(self, hook_name: str) -> HookPoint:
         """The hook point of a name or an alias.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -14,10 +13,10 @@ from adapters.views.basis import InBasis, dense
 from bridge.analysis.attribution import Tokens
 from bridge.analysis.decomposition import at_the_end
 from bridge.analysis.layer_outputs import rows_of_neurons, written_by_heads
-from bridge.analysis.requirements import Index, pick
+from bridge.analysis.requirements import Index, pick, refuse_training
 from bridge.bridge import TransformerBridge
 from bridge.cache.activation_cache import ActivationCache
-from bridge.hooks.arguments import refuse_wrong_types
+from bridge.hooks.arguments import check_positive, refuse_wrong_types
 from bridge.hooks.hook_point import HookPoint
 
 #: From the logits ``[batch, pos, d_vocab]`` to one number with a gradient.
@@ -66,16 +65,12 @@ def feature_attribution(
         >>> feature_attribution(bridge, tokens, lambda logits: logits[0, -1, 7], point).shape
         torch.Size([1, 4, 5])
     """
-    if steps < 1:
-        raise ValueError(f"steps is {steps}; it must be 1 or more")
-    if bridge.training:
-        raise ValueError("the model is in training mode, in which runs differ by dropout: call bridge.eval() first")
+    check_positive("steps", steps)
+    refuse_training(bridge)
     (hook,) = bridge.select_hooks(point)
-    masked: dict[str, Any] = {} if attention_mask is None else {"attention_mask": attention_mask}
     with torch.no_grad():
-        _, cache = bridge.run_with_cache(tokens, names_filter=hook, **masked)
-    act = cache[hook.name]
-    act = dense(act)
+        _, cache = bridge.run_with_cache(tokens, names_filter=hook, attention_mask=attention_mask)
+    act = dense(cache[hook.name])
     start = torch.zeros_like(act) if baseline is None else baseline.to(act)
     if start.shape not in (act.shape, act.shape[1:]):
         raise ValueError(f"the baseline has shape {list(start.shape)}; {hook.name} has {list(act.shape)}")
@@ -84,17 +79,12 @@ def feature_attribution(
     for share in shares:
         leaf = (start + share * (act - start)).requires_grad_()
         with torch.enable_grad():
-            logits = bridge.run_with_hooks(tokens, fwd_hooks=[(hook, _put(leaf))], **masked)
+            logits = bridge.run_with_hooks(
+                tokens, fwd_hooks=[(hook, lambda act, hook, leaf=leaf: leaf)], attention_mask=attention_mask
+            )
             (gradient,) = torch.autograd.grad(metric(logits), leaf)
         total += gradient
     return total / steps * (act - start)
-
-
-def _put(value: Tensor) -> Callable[..., Tensor]:
-    def put(activation: Tensor, hook: HookPoint) -> Tensor:
-        return value
-
-    return put
 
 
 #: Where what features write is a term of the residual stream, or becomes one by the weights of a part's last matrix.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -13,7 +12,7 @@ from adapters.views.basis import dense
 from bridge.bridge import TransformerBridge
 from bridge.circuits.evaluation import ABLATIONS, Evaluation
 from bridge.circuits.metrics import Metric
-from bridge.hooks.arguments import refuse_wrong_types
+from bridge.hooks.arguments import check_choice, refuse_wrong_types
 from bridge.hooks.hook_point import HookPoint
 
 
@@ -65,8 +64,7 @@ def evaluate_features(
     """
     if not kept:
         raise ValueError("no hook point is named: there are no features to keep")
-    if ablation not in ABLATIONS:
-        raise ValueError(f"ablation is {ablation!r}; it must be one of {', '.join(map(repr, ABLATIONS))}")
+    check_choice("ablation", ablation, ABLATIONS)
     rows = None if corrupted is None else len(corrupted)
     if (rows is None) != (ablation == "zero") or (ablation == "resample" and rows not in (1, len(clean))):
         raise ValueError(
@@ -75,20 +73,19 @@ def evaluate_features(
     if corrupted is not None and corrupted.shape[1] != clean.shape[1]:
         raise ValueError(f"clean prompts have {clean.shape[1]} positions and corrupted ones {corrupted.shape[1]}")
     hooks = {bridge.select_hooks(name)[0]: mask.to(bridge.cfg.device) for name, mask in kept.items()}
-    masked: dict[str, Any] = {} if attention_mask is None else {"attention_mask": attention_mask}
     with torch.no_grad():
         others = _others(bridge, list(hooks), ablation, corrupted)
         sizes: list[tuple[int, int]] = []
 
         def run(which: Callable[[Tensor], Tensor]) -> float:
             given = [(hook, _keep(which(mask), others.get(hook.name), sizes)) for hook, mask in hooks.items()]
-            return float(metric(bridge.run_with_hooks(clean, fwd_hooks=given, **masked)))
+            return float(metric(bridge.run_with_hooks(clean, fwd_hooks=given, attention_mask=attention_mask)))
 
         circuit = run(lambda mask: mask)
         share = sum(size for size, _ in sizes) / sum(size for _, size in sizes)
         without = run(torch.logical_not)
         ablated = run(torch.zeros_like)
-        return Evaluation(float(metric(bridge(clean, **masked))), ablated, circuit, without, share)
+        return Evaluation(float(metric(bridge(clean, attention_mask=attention_mask))), ablated, circuit, without, share)
 
 
 def _others(

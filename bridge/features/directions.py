@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from bridge.bridge import TransformerBridge
-from bridge.hooks.arguments import refuse_wrong_types
+from bridge.hooks.arguments import check_choice, refuse_wrong_types
 from bridge.hooks.context import without_hooks
 from bridge.hooks.hook_point import HookPoint
 from bridge.interventions import ProjectOut
@@ -78,8 +78,7 @@ def direction(
         >>> found.vector.shape, found.accuracy
         (torch.Size([128]), 1.0)
     """
-    if how not in ("mean", "pca", "probe"):
-        raise ValueError(f'how is {how!r}; it must be "mean", "pca" or "probe"')
+    check_choice("how", how, ("mean", "pca", "probe"))
     if min(len(positives), len(negatives)) < 4:
         raise ValueError(f"there are {len(positives)} positives and {len(negatives)} negatives: each set needs four")
     (hook,) = bridge.select_hooks(point)

@@ -13,9 +13,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from adapters.views.basis import InBasis, dense
+from bridge.analysis.requirements import refuse_training
 from bridge.bases.placing import takes_over, written_later
 from bridge.bridge import TransformerBridge
-from bridge.hooks.arguments import refuse_wrong_types
+from bridge.hooks.arguments import check_positive, refuse_wrong_types
 from bridge.hooks.hook_point import HookPoint
 
 #: What begins the residual stream.
@@ -83,6 +84,11 @@ class AttributionGraph:
         sender, receiver = edge
         return float(self.adjacency[self._at[receiver], self._at[sender]])
 
+    def _shares(self) -> Float[Tensor, "node node"]:
+        """Each edge's share of the sizes of all that its receiver gets."""
+        sizes = self.adjacency.abs()
+        return sizes / sizes.sum(1, keepdim=True).clamp(min=1e-10)
+
     def influence(self) -> Float[Tensor, " node"]:
         """How much of the logits goes through each node, directly or not.
 
@@ -92,8 +98,7 @@ class AttributionGraph:
         Example:
             See `attribution_graph`.
         """
-        sizes = self.adjacency.abs()
-        shares = (sizes / sizes.sum(1, keepdim=True).clamp(min=1e-10)).double()
+        shares = self._shares().double()
         weights = shares.new_zeros(len(self.nodes))
         weights[len(self.nodes) - len(self.probabilities) :] = self.probabilities.double()
         # Edges go forward alone: w @ (shares + shares^2 + ...) ends.
@@ -111,13 +116,11 @@ class AttributionGraph:
         Raises:
             ValueError: no edge is asked for.
         """
-        if n < 1:
-            raise ValueError(f"n is {n}; it must be 1 or more")
-        sizes = self.adjacency.abs()
-        shares = sizes / sizes.sum(1, keepdim=True).clamp(min=1e-10)
+        check_positive("n", n)
         weights = self.influence()
         weights[len(self.nodes) - len(self.probabilities) :] = self.probabilities
-        found = (shares * weights[:, None]).flatten().topk(min(n, int((sizes > 0).sum())))
+        n = min(n, int(self.adjacency.count_nonzero()))
+        found = (self._shares() * weights[:, None]).flatten().topk(n)
         pairs = [divmod(int(at), len(self.nodes)) for at in found.indices]
         return [(str(self.nodes[j]), str(self.nodes[i]), float(self.adjacency[i, j])) for i, j in pairs]
 
@@ -224,8 +227,7 @@ def attribution_graph(
         >>> graph.draw(6, bridge, bridge.to_tokens("Mary and John"))
         Picture('Attribution graph')
     """
-    if bridge.training:
-        raise ValueError("the model is in training mode, in which runs differ by dropout: call bridge.eval() first")
+    refuse_training(bridge)
     hooks = [bridge.select_hooks(point)[0] for point in points]
     bases = [hook for hook in hooks if isinstance(hook.view, InBasis)]
     if not hooks or len(bases) < len(hooks):

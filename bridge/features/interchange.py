@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.parametrize import cached
 
 from adapters.views.basis import dense
+from bridge.analysis.requirements import refuse_training
 from bridge.bases.kinds import Rotation
 from bridge.bridge import TransformerBridge
 from bridge.hooks.arguments import refuse_wrong_types
@@ -171,8 +172,7 @@ def fit_rotation(
     n = len(base)
     if not len(source) == len(labels) == n:
         raise ValueError(f"there are {n} base prompts, {len(source)} source prompts and {len(labels)} labels")
-    if bridge.training:
-        raise ValueError("the model is in training mode, in which runs differ by dropout: call bridge.eval() first")
+    refuse_training(bridge)
     tested = round(n * held_out)
     if not 0 < tested < n:
         raise ValueError(f"of {n} pairs {tested} are held out: there must be some to train with, and some to test with")

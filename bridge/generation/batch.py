@@ -23,7 +23,7 @@ from bridge.generation.capacity import Capacity, capacity_for
 from bridge.generation.options import check_generates
 from bridge.generation.packed import Edit, Packed, PackedHook, PackedRequest, TellsApart, check_tells_apart, together
 from bridge.generation.prompt import Generates, decode
-from bridge.hooks.arguments import shown
+from bridge.hooks.arguments import check_positive, shown
 from bridge.hooks.context import CURRENT, ForwardPass, Generation, RunContext
 from bridge.hooks.hook_point import HookPoint, checked_function
 from bridge.hooks.listener import Listener, Scope
@@ -120,8 +120,7 @@ def generate_batch(
     check_generates(bridge)
     if bridge.core.config.is_encoder_decoder or not hasattr(bridge.core, "init_continuous_batching"):
         raise ValueError(f"{type(bridge.core).__name__} cannot generate many requests at once: use bridge.generate")
-    if options.max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {options.max_new_tokens}; it must be 1 or more")
+    check_positive("max_new_tokens", options.max_new_tokens)
     edits = _edits(bridge, interventions, each, len(prompts))
     none = isinstance(options.capture, Sequence) and not isinstance(options.capture, str) and not options.capture
     captured = [] if options.capture is None or none else bridge.select_hooks(options.capture)

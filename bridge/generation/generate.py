@@ -102,8 +102,7 @@ def hf_generate(
         arguments: of the model's `generate`.
         return_type: as there.
     """
-    if return_type not in (None, "tokens", "str", "input"):
-        raise ValueError(f"return_type is {return_type!r}; it must be None, 'tokens', 'str' or 'input'")
+    check_return_type(return_type)
     check_generates(bridge)
     prompt = prompt_of(bridge, input, TextOptions(prepend_bos), arguments.pop("attention_mask", None))
     criteria = StoppingCriteriaList(arguments.pop("stopping_criteria", None) or [])

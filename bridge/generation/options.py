@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -53,12 +54,18 @@ class GenerationOptions:
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> GenerationOptions:
         """From keyword arguments, of which those that are none of ours are `more`."""
-        ours = {f.name for f in fields(cls)} - {"more"}
+        ours = _hints()
         known = {name: value for name, value in arguments.items() if name in ours}
-        check_types("generate", known, typing.get_type_hints(cls))
+        check_types("generate", known, ours)
         if known.get("max_new_tokens", 1) < 1:
             raise ValueError(f"max_new_tokens is {known['max_new_tokens']}; it must be 1 or more")
         return cls(**known, more={name: value for name, value in arguments.items() if name not in ours})
+
+
+@functools.cache
+def _hints() -> dict[str, Any]:
+    """What annotations say of each argument but `more`."""
+    return {name: hint for name, hint in typing.get_type_hints(GenerationOptions).items() if name != "more"}
 
 
 def check_generates(bridge: Generates) -> None:
@@ -184,7 +191,7 @@ def _check_known(bridge: Generates, more: Arguments) -> None:
         if name not in known and name in TAKEN_BY:
             raise TypeError(f"{name!r} is no argument of generate: {TAKEN_BY[name]}")
         if name not in known:
-            ours = ["input", *(f.name for f in fields(GenerationOptions))]
+            ours = ["input", *_hints(), "more"]
             raise TypeError(
                 f"{name!r} is an argument of neither generate nor GenerationConfig nor "
                 f"{type(bridge.core).__name__}.{suggestion(name, (*ours, *known))}"

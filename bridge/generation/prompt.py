@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from adapters.inputs.arguments import takes
 from adapters.offloaded import input_device
 from bridge.analysis.requirements import AnalysedModel
+from bridge.hooks.arguments import check_choice
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import NamesFilter
 from bridge.run.checks import as_tokens, check_embeddings, check_ids, texts_in
@@ -89,8 +90,7 @@ def prompt_of(
         check_zero_or_one("attention_mask", mask)
         mask = mask.long()
     padding_side = options.padding_side
-    if padding_side not in (None, "left", "right"):
-        raise ValueError(f'padding_side is {padding_side!r}; it must be "left" or "right"')
+    check_choice("padding_side", padding_side, (None, "left", "right"))
     if isinstance(input, Tensor) and input.is_floating_point():
         check_embeddings(bridge.core, input)
         embeddings = {"inputs_embeds": (input if input.ndim == 3 else input[None]).to(where)}
@@ -150,8 +150,7 @@ def check_return_type(return_type: str | None) -> None:
     Raises:
         ValueError: it is none of the known ones.
     """
-    if return_type not in ("input", "str", "tokens", None):
-        raise ValueError(f'return_type is {return_type!r}; it must be "input", "str", "tokens" or None')
+    check_choice("return_type", return_type, ("input", "str", "tokens", None))
 
 
 def is_as_text(return_type: str | None, prompt: GenerationPrompt) -> bool:

@@ -20,6 +20,7 @@ from bridge.generation.criteria import Steps
 from bridge.generation.generate import generating, generation_of, run_generate
 from bridge.generation.options import GenerationOptions, check_plain_loop, prepared
 from bridge.generation.prompt import Generates, GenerationPrompt, check_return_type, decode, is_as_text
+from bridge.hooks.arguments import check_positive
 from bridge.run.protocol import Input
 
 #: Of a stream: the prompt, or what comes next.
@@ -183,8 +184,7 @@ def in_pieces(pieces: Iterator[Piece], n: int | None) -> Iterator[Piece]:
     """
     if n is None:
         return pieces
-    if n < 1:
-        raise ValueError(f"max_tokens_per_yield is {n}; it must be at least 1")
+    check_positive("max_tokens_per_yield", n)
     return _joined(pieces, n)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -81,17 +81,6 @@ class ShardInput:
         return total.hexdigest()
 
 
-@dataclass
-class _PendingInputs:
-    """Inputs on their way to a shard."""
-
-    tokens: list[np.ndarray[Any, np.dtype[Any]]] = field(default_factory=list)
-    documents: list[np.ndarray[Any, np.dtype[Any]]] = field(default_factory=list)
-    positions: list[np.ndarray[Any, np.dtype[Any]]] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    count: int = 0
-
-
 class SourceReader:
     """Reads a source, and knows what it has read.
 
@@ -123,23 +112,19 @@ class SourceReader:
         Raises:
             HarvestError: the source does not begin with the documents that `after` was behind.
         """
-        gathered, total = _PendingInputs(), 0
-        place = (after.documents, after.offset)
-        for tokens, documents, positions, place in self._sequences(after):
-            gathered.tokens.append(tokens)
-            gathered.documents.append(documents)
-            gathered.positions.append(positions)
-            gathered.lengths.append(len(tokens))
-            gathered.count += len(tokens)
-            total += len(tokens)
+        gathered: list[tuple[Any, Any, Any]] = []
+        held, total, place = 0, 0, (after.documents, after.offset)
+        for *input, place in self._sequences(after):
+            gathered.append(tuple(input))
+            held += len(input[0])
+            total += len(input[0])
             enough = most is not None and total >= most
-            if gathered.count >= per_shard or enough:
-                shard = _shard(gathered, index, sequence, self._cursor(place))
-                yield shard
-                index, sequence, gathered = index + 1, sequence + len(shard.lengths), _PendingInputs()
+            if held >= per_shard or enough:
+                yield _shard(gathered, index, sequence, self._cursor(place))
                 if enough:
                     return
-        if gathered.count:
+                index, sequence, gathered, held = index + 1, sequence + len(gathered), [], 0
+        if gathered:
             yield _shard(gathered, index, sequence, self._cursor(place))
 
     def check(self, expected: Cursor, whole: bool) -> None:
@@ -251,13 +236,8 @@ class SourceReader:
         return np.concatenate(tokens), np.concatenate(documents), np.concatenate(positions), place
 
 
-def _shard(gathered: _PendingInputs, index: int, sequence: int, after: Cursor) -> ShardInput:
-    return ShardInput(
-        index,
-        sequence,
-        np.concatenate(gathered.tokens),
-        np.concatenate(gathered.documents),
-        np.concatenate(gathered.positions),
-        np.array(gathered.lengths, np.int32),
-        after,
-    )
+def _shard(inputs: Sequence[tuple[Any, Any, Any]], index: int, sequence: int, after: Cursor) -> ShardInput:
+    """A shard of inputs: of each its tokens, their documents, and their places in them."""
+    tokens, documents, positions = (np.concatenate(parts) for parts in zip(*inputs, strict=True))
+    lengths = np.array([len(ids) for ids, *_ in inputs], np.int32)
+    return ShardInput(index, sequence, tokens, documents, positions, lengths, after)

@@ -130,7 +130,11 @@ def harvest(
     """
     for name, choice, choices in (("dtype", dtype, DType), ("format", format, FileFormat), ("engine", engine, Engine)):
         check_choice(name, choice, choices)
-    _check_numbers(context_size, tokens_per_shard, workers, max_tokens, batch_size)
+    for name, number in (("tokens_per_shard", tokens_per_shard), ("workers", workers)):
+        check_number(name, number, 1)
+    for name, given in (("max_tokens", max_tokens), ("batch_size", batch_size)):
+        check_number(name, given, 1, none=True)
+    check_number("context_size", context_size, 2)
     if not isinstance(rows, TopPositions):
         check_choice("rows", rows, Literal["all", "mean", "last"])
     check_kinds(hook_points, interventions, reduce, prepend_bos, pack, keep_special)
@@ -246,14 +250,28 @@ def _write(
         meter.add(record.tokens, record.documents, seconds)
 
     most = None if options.max_tokens is None else options.max_tokens - tokens
-    ended = _SourceLength()
+    known, ended = dict(whole), index
     left = most is None or most > 0
     given = reader.shards(options.tokens_per_shard, after, index, sequence, most) if left else iter(())
+
+    def missing() -> Iterator[ShardInput]:
+        """The shards that are not there yet, if those that are there are of the same tokens."""
+        nonlocal ended
+        for shard in given:
+            record, ended = known.get(shard.index), shard.index + 1
+            if record is None:
+                yield shard
+            elif record.input != shard.fingerprint():
+                raise HarvestError(
+                    f"the source is another than the one that {record.file} was made from. "
+                    "Give the same source, or another folder for `out`."
+                )
+
     try:
-        run(_missing(given, whole, ended), done)
+        run(missing(), done)
     finally:
         meter.close()
-    if whole and max(whole) >= max(ended.shards, index):
+    if whole and max(whole) >= ended:
         raise HarvestError(
             f"the source ends before {whole[max(whole)].file}, which was made from it: it is another than before. "
             "Give the same source, or another folder for `out`."
@@ -262,23 +280,6 @@ def _write(
         raise HarvestError(f"the source ({reader.source.description}) has no tokens")
     manifest.shards = [whole[number] for number in sorted(whole)]
     return meter
-
-
-def _check_numbers(
-    context_size: int, tokens_per_shard: int, workers: int, max_tokens: int | None, batch_size: int | None
-) -> None:
-    """Refuses numbers that are none, or too small."""
-    check_number("context_size", context_size, 2)
-    check_number("tokens_per_shard", tokens_per_shard, 1)
-    check_number("workers", workers, 1)
-    check_number("max_tokens", max_tokens, 1, none=True)
-    check_number("batch_size", batch_size, 1, none=True)
-
-
-class _SourceLength:
-    """How many shards the source gave."""
-
-    shards = 0
 
 
 def _tokenizer(spec: ModelSource) -> Any:
@@ -358,25 +359,6 @@ def _resume_at(whole: dict[int, ShardRecord]) -> tuple[Cursor, int, int, int]:
     return after, index, sequence, tokens
 
 
-def _missing(shards: Iterator[ShardInput], whole: dict[int, ShardRecord], ended: _SourceLength) -> Iterator[ShardInput]:
-    """The shards that are not there yet.
-
-    Raises:
-        HarvestError: one that is there is of other tokens.
-    """
-    known = dict(whole)
-    for shard in shards:
-        record = known.get(shard.index)
-        ended.shards = shard.index + 1
-        if record is None:
-            yield shard
-        elif record.input != shard.fingerprint():
-            raise HarvestError(
-                f"the source is another than the one that {record.file} was made from. "
-                "Give the same source, or another folder for `out`."
-            )
-
-
 def _finish(folder: Folder, manifest: Manifest, reader: SourceReader, max_tokens: int | None) -> None:
     total = sum(record.tokens for record in manifest.shards)
     cut = max_tokens is not None and total >= max_tokens
@@ -401,16 +383,8 @@ def _check_source(manifest: Manifest, source: Source) -> None:
 
 
 def _report(folder: Folder, manifest: Manifest, made: int, seconds: float, progress: Progress | None) -> Report:
-    shards = manifest.shards
+    speed, share = (0.0, 0.0) if progress is None else (progress.tokens_per_second, progress.model_share)
     return Report(
-        folder.path,
-        len(shards),
-        sum(record.rows for record in shards),
-        sum(record.sequences for record in shards),
-        sum(record.tokens for record in shards),
-        sum(record.size for record in shards),
-        made,
-        seconds,
-        0.0 if progress is None else progress.tokens_per_second,
-        0.0 if progress is None else progress.model_share,
-    )
+        folder.path, len(manifest.shards), **manifest.totals(), made=made, seconds=seconds, tokens_per_second=speed,
+        model_share=share,
+    )  # fmt: skip

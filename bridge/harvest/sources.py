@@ -6,7 +6,7 @@ import glob
 import gzip
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -92,26 +92,17 @@ class _Base:
     description = ""
 
 
-class ListSource(_Base):
-    """A list of texts or of token ids, or a tensor of tokens ``[document, pos]``."""
+class ItemsSource(_Base):
+    """A list of texts or of token ids, a tensor of tokens ``[document, pos]``, or an iterator, which reading uses up.
 
-    def __init__(self, items: Sequence[Any] | Tensor) -> None:
-        self.items = items
-        self.total = len(items)
-        self.description = f"{len(items)} documents in memory"
+    Args:
+        items: the documents.
+        total: how many there are, where that is known.
+    """
 
-    def documents(self) -> Iterator[Document]:
-        """See `Source`."""
-        for number in range(len(self.items)):
-            yield document(self.items[number], number, None)
-
-
-class IteratorSource(_Base):
-    """An iterator: it is used up by reading it."""
-
-    def __init__(self, items: Iterable[Any]) -> None:
-        self.items = items
-        self.description = "an iterator"
+    def __init__(self, items: Iterable[Any], total: int | None) -> None:
+        self.items, self.total = items, total
+        self.description = "an iterator" if total is None else f"{total} documents in memory"
 
     def documents(self) -> Iterator[Document]:
         """See `Source`."""
@@ -251,13 +242,13 @@ def as_source(given: Any, column: str) -> Source:
     if isinstance(given, Tensor | np.ndarray):
         if given.ndim != 2:
             raise HarvestError(f"a tensor of tokens must be [document, pos], not {list(given.shape)}")
-        return ListSource(cast("Sequence[Any]", given))
+        return ItemsSource(given, len(given))
     if isinstance(given, list | tuple):
         if given and isinstance(given[0], int | np.integer):
             raise HarvestError("the source is one row of token ids: give a list of rows, [ids]")
-        return ListSource(given)
+        return ItemsSource(given, len(given))
     if isinstance(given, Iterable):
-        return IteratorSource(given)
+        return ItemsSource(given, None)
     raise HarvestError(
         f"the source is {type(given).__name__}; it must be a list or an iterator of texts or token ids, a tensor "
         "[document, pos], Files, a path, a Hugging Face data set or a Ray data set"

@@ -178,6 +178,11 @@ class Manifest:
     complete: bool = False
     shards: list[ShardRecord] = field(default_factory=list)
 
+    def totals(self) -> dict[str, int]:
+        """The rows, sequences, tokens and bytes of all shards."""
+        names = ("rows", "sequences", "tokens", "size")
+        return {name: sum(getattr(record, name) for record in self.shards) for name in names}
+
 
 class Folder:
     """The folder of a harvest.
@@ -215,6 +220,16 @@ class Folder:
             shards = self.whole_shards()
         return Manifest(**found, shards=shards)
 
+    def harvested(self) -> Manifest:
+        """The manifest.
+
+        Raises:
+            HarvestError: there is none, or none of ours.
+        """
+        if (found := self.manifest()) is None:
+            raise HarvestError(f"{self.path} holds no harvest: it has no manifest.json")
+        return found
+
     def whole_shards(self) -> list[ShardRecord]:
         """The records of the shards that are there in full, by index."""
         found = []
@@ -227,9 +242,7 @@ class Folder:
 
     def write(self, manifest: Manifest) -> None:
         """Puts a manifest in its place."""
-        shards = manifest.shards
-        totals = {name: sum(getattr(r, name) for r in shards) for name in ("rows", "sequences", "tokens", "size")}
-        content = {"format": FORMAT, "totals": totals, **asdict(manifest)}
+        content = {"format": FORMAT, "totals": manifest.totals(), **asdict(manifest)}
         self._write_json(self.path / "manifest.json", content)
 
     def add(self, record: ShardRecord) -> None:

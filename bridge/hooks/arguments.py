@@ -7,7 +7,7 @@ import inspect
 import numbers
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -165,6 +165,44 @@ def _fits(value: object, part: Any) -> bool:
 
     with jaxtyped("context"):  # the axes of a caller's function, of whatever size, are not ours
         return bool(is_bearable(value, part, conf=BeartypeConf(is_pep484_tower=True)))
+
+
+def check_choice(name: str, value: object, choices: Iterable[object], error: type[ValueError] = ValueError) -> None:
+    """Refuses what is none of two or more choices.
+
+    Args:
+        name: the argument's.
+        value: the argument.
+        choices: what it may be.
+        error: what is raised.
+
+    Raises:
+        ValueError: it is none of them.
+
+    Example:
+        >>> from bridge.hooks.arguments import check_choice
+        >>> check_choice("mode", "O", ("Q", "K", "V"))
+        Traceback (most recent call last):
+        ValueError: mode is 'O'; it must be 'Q', 'K' or 'V'
+    """
+    known = tuple(choices)
+    if value not in known:
+        *others, last = map(repr, known)
+        raise error(f"{name} is {value!r}; it must be {', '.join(others)} or {last}")
+
+
+def check_positive(name: str, value: float) -> None:
+    """Refuses a number of things that is less than one.
+
+    Args:
+        name: the argument's.
+        value: the argument.
+
+    Raises:
+        ValueError: it is.
+    """
+    if value < 1:
+        raise ValueError(f"{name} is {value}; it must be 1 or more")
 
 
 def shown(value: object) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from sys import getrefcount
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -154,6 +154,8 @@ class HookPoint:
         """Takes all listeners away but these."""
         self.listeners, self._path = (), HookPoint._read
         kept = tuple(left)
+        if not kept:
+            return
         for one in {listener.kind: listener for listener in kept}.values():  # the path depends on their kinds
             self.add_listener(one)
         self.listeners = kept
@@ -442,16 +444,8 @@ class HookPoint:
         return x
 
 
-@runtime_checkable
-class FitsPoints(Protocol):
-    """A hook function that knows which hook points it fits."""
-
-    def check_point(self, hook: HookPoint) -> None:
-        """Raises a `ValueError` for one that it does not fit."""
-
-
 def checked_function(hook: HookPoint, fn: HookFunction) -> HookFunction:
-    """A function that can be a hook; one that knows which hook points it fits (`check_point`) is asked.
+    """A function that can be a hook; one that knows which hook points it fits is asked (``fn.check_point(hook)``).
 
     Raises:
         TypeError: it cannot be called.
@@ -459,6 +453,7 @@ def checked_function(hook: HookPoint, fn: HookFunction) -> HookFunction:
     """
     if not callable(fn):
         raise TypeError(f"the hook for {hook.name} is {fn!r}, which cannot be called")
-    if isinstance(fn, FitsPoints):
-        fn.check_point(hook)
+    check: Callable[[HookPoint], None] | None = getattr(fn, "check_point", None)
+    if check is not None:
+        check(hook)
     return fn

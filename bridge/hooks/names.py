@@ -50,10 +50,11 @@ class Names:
         self.points, self._not_offered = points, not_offered or {}
         self._aliases: dict[str, str] | None = None
         self._remembered: dict[Hashable, tuple[int, tuple[HookPoint, ...]]] = {}
+        self._flags: tuple[int, list[str]] | None = None  # of heavy hook points
 
     def refresh(self) -> None:
         """Looks at the hook points anew: some came or went."""
-        self._aliases = None
+        self._aliases = self._flags = None
         self._remembered.clear()
 
     @property
@@ -141,13 +142,26 @@ class Names:
             self._remembered[asked] = len(self.points), tuple(chosen)
         return chosen
 
-    def select(self, names: NamesFilter, include_heavy: Callable[[HookPoint], bool]) -> list[HookPoint]:
+    def _unfiltered(self, is_on: Callable[[str], bool]) -> list[HookPoint]:
+        """The standard hook points, and the heavy ones whose flag is on: remembered for each choice of flags."""
+        if self._flags is None or self._flags[0] != len(self.points):
+            flags = dict.fromkeys(hook.point.flag for hook in self.points.values() if hook.point.group == "heavy")
+            self._flags = len(self.points), [flag for flag in flags if flag]
+        on = ("flags", *[flag for flag in self._flags[1] if is_on(flag)])
+        found = self._remembered.get(on)
+        if found is None or found[0] != len(self.points):
+            groups = [(hook, hook.point.group, hook.point.flag) for hook in self.points.values()]
+            chosen = [hook for hook, group, flag in groups if group == "standard" or (group == "heavy" and flag in on)]
+            found = self._remembered[on] = len(self.points), tuple(chosen)
+        return list(found[1])
+
+    def select(self, names: NamesFilter, is_on: Callable[[str], bool]) -> list[HookPoint]:
         """The hook points that a filter chooses, in the order of the computation.
 
         Args:
             names: see `NamesFilter`. A function is asked about every canonical name and every alias: a point is chosen
                 when it accepts any of its names.
-            include_heavy: which of the heavy hook points an absent filter includes.
+            is_on: whether an absent filter includes the heavy hook points of a flag.
 
         Raises:
             UnknownHookError: a name that no hook point has.
@@ -155,11 +169,7 @@ class Names:
             TypeError: it is none of the things that a filter can be.
         """
         if names is None:
-            return [
-                hook
-                for hook in self.points.values()
-                if hook.point.group == "standard" or (hook.point.group == "heavy" and include_heavy(hook))
-            ]
+            return self._unfiltered(is_on)
         if isinstance(names, str):
             return [self.find(names)]
         if callable(names):

@@ -71,10 +71,12 @@ def replaces_activation(given: Tensor, version: int | None, act: Tensor, view: V
         view: how the hook point sees it.
         held: somebody may still hold the copy.
     """
+    if torch.compiler.is_compiling() and not view.contextual:
+        return True  # compiled code cannot ask for values or versions, and has no hooks of gradients
     if changed_in_place(given, version):
         return True
-    if torch.compiler.is_compiling():  # compiled code cannot ask for values, and has no hooks of gradients
-        return not view.contextual
+    if torch.compiler.is_compiling():
+        return False
     if given.requires_grad and (held or not view.contextual or given.retains_grad or given._backward_hooks):
         # The copy is what later computation uses, so that its gradient is the gradient here. Where writing back
         # would compute something anew, only if somebody can ask for that gradient.

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from bridge.hooks.arguments import check_choice
 from bridge.hooks.hook_point import HookPoint
 from bridge.interventions.places import Index, along, axis_of, chosen, kept_index, tokens_along
 
@@ -53,8 +54,7 @@ class Operation:
     def __post_init__(self) -> None:
         for name in _WHERE:
             object.__setattr__(self, name, kept_index(name, getattr(self, name)))
-        if self.part not in _PARTS:
-            raise ValueError(f"part is {self.part!r}; it must be one of {', '.join(map(repr, _PARTS))}")
+        check_choice("part", self.part, _PARTS)
         if type(self.from_step) is not int:
             raise TypeError(f"from_step is {self.from_step!r}; it must be a whole number")
         if self.from_step < 0:

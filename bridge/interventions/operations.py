@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from bridge.hooks.arguments import check_choice
 from bridge.hooks.hook_point import HookPoint
 from bridge.interventions.operation import Number, Operation
 from bridge.interventions.places import axis_of, tokens_along
@@ -120,8 +121,7 @@ class Mean(Operation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.over not in ("rows", "heads", "features"):
-            raise ValueError(f'over is {self.over!r}; it must be "rows", "heads" or "features"')
+        check_choice("over", self.over, ("rows", "heads", "features"))
 
     @property
     def mixes_rows(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from bridge.hooks.arguments import check_choice
 from bridge.legacy.HookedEncoder import HookedEncoder
 from bridge.run.checks import as_tokens
 
@@ -84,8 +85,7 @@ class BertNextSentencePrediction:
         self, run: Callable[..., Any], input: Any, return_type: str | None, types: Tensor | None, mask: Tensor | None
     ) -> tuple[Any, Any]:
         """What was asked for, and what `run` returns."""
-        if return_type not in ("logits", "predictions", None):
-            raise ValueError(f'return_type is {return_type!r}; it must be "logits", "predictions" or None')
+        check_choice("return_type", return_type, ("logits", "predictions", None))
         if isinstance(input, str | list) and (not input or isinstance(input[0], str)):
             tokens, own_types, own_mask = self.to_tokens(input)  # type: ignore[arg-type]
             types, mask = own_types if types is None else types, own_mask if mask is None else mask

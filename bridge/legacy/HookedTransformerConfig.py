@@ -15,6 +15,7 @@ from transformers import set_seed
 
 from adapters.config import ModelConfig
 from adapters.config_fields import LoadedModelFields
+from bridge.hooks.arguments import check_choice
 from bridge.hooks.names import suggestion
 from bridge.legacy.table import named
 from bridge.legacy.utilities.devices import get_device
@@ -127,8 +128,7 @@ class HookedTransformerConfig(LegacyFields, LoadedModelFields, metaclass=ABCMeta
                 raise ValueError(f"act_fn is {self.act_fn!r}; it must be one of {', '.join(_KNOWN_ACT_FNS)}.{hint}")
         if (self.num_experts is None) != (self.experts_per_token is None):
             raise ValueError("num_experts and experts_per_token go together: give both or neither")
-        if self.default_prepend_bos not in (True, False):
-            raise ValueError(f"default_prepend_bos is {self.default_prepend_bos!r}; it must be True or False")
+        check_choice("default_prepend_bos", self.default_prepend_bos, (True, False))
         if self.n_devices > 1 and torch.cuda.device_count() < self.n_devices:
             raise ValueError(f"n_devices={self.n_devices}, but this machine has {torch.cuda.device_count()}")
 

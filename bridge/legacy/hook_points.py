@@ -19,6 +19,7 @@ from adapters.points import Point, Site
 from adapters.views import Call, View
 from bridge.facade.hooks import AddsHooks
 from bridge.hooks import hook_point as bridge_point
+from bridge.hooks.arguments import check_choice
 from bridge.hooks.hook_point import AttachesListeners, Handle
 from bridge.hooks.listener import Listener
 from bridge.hooks.names import Names, NamesFilter
@@ -162,8 +163,7 @@ class HookPoint(bridge_point.HookPoint, nn.Module):
         Raises:
             ValueError: `dir` is none of the three.
         """
-        if dir not in ("fwd", "bwd", "both"):
-            raise ValueError(f'dir is {dir!r}; it must be "fwd", "bwd" or "both"')
+        check_choice("dir", dir, ("fwd", "bwd", "both"))
         found = [*(self.fwd_hooks if dir != "bwd" else ()), *(self.bwd_hooks if dir != "fwd" else ())]
         kept = [handle for handle in found if including_permanent or not handle.is_permanent]
         return [handle for handle in kept if level in (None, handle.context_level)]

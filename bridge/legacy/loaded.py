@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from adapters.config import ModelConfig
+from bridge.hooks.arguments import check_choice
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.loading_from_pretrained import DTYPE_FROM_STRING, get_official_model_name
 from bridge.legacy.running import LegacyRuns
@@ -178,8 +179,7 @@ def copied_tokenizer(tokenizer: Any, padding_side: str = "right") -> Any:
     """
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise TypeError(f"{type(tokenizer).__name__} is no Hugging Face tokenizer")
-    if padding_side not in ("left", "right"):
-        raise ValueError(f'default_padding_side is {padding_side!r}; it must be "left" or "right"')
+    check_choice("default_padding_side", padding_side, ("left", "right"))
     copied = copy.deepcopy(tokenizer)
     copied.padding_side = padding_side
     for name in ("pad_token", "bos_token"):

@@ -156,31 +156,46 @@ class ModuleTree(HoldsParameters, CallableParts, ListsHooks):
             >>> list(model.run_with_cache("Mary and", names_filter="blocks.0.mlp.1")[1])
             ['blocks.0.mlp.1']
         """
-        points, here = self.wiring.points, dict[str, HookPoint]()
-        for name, module in (*self.named_modules(), *self.original_model.named_modules()):
-            if isinstance(module, HookPoint) and module.is_standalone:
-                here[name] = module
+        points, here = self.wiring.points, self._hook_points_put_in()
         placed = {name: point for name, point in points.items() if getattr(point, "is_standalone", False)}
         for name, point in placed.items():
             if here.get(name) is not point:
-                del points[name]
-                assert isinstance(point, HookPoint)
-                point.keep_listeners(point.leave())
-                if name in self.gave_way:
-                    points[name] = self.gave_way.pop(name)
-        taken = [name for name, point in here.items() if points.get(name, point) is not point]
-        for name in (name for name in taken if points[name].point.group == "extra"):  # HookedTransformer has none there
-            self.gave_way[name] = points.pop(name)
-        for name in (name for name in taken if name not in self.gave_way):
-            raise ValueError(f"{name} is a hook point of the model already: give the other one another name")
-        for name in [name for name in here if name not in points]:
-            self._place(name, here[name])
+                self._take_out(name)
+        for name, point in here.items():
+            if points.get(name, point) is not point:
+                self._make_way(name)
+        for name, point in here.items():
+            if name not in points:
+                self._place(name, point)
         if placed or here:
             in_order = sorted(points.items(), key=lambda item: item[1].order)
             points.clear()
             points.update(in_order)
         self.names.refresh()
         self._tree.refresh()
+
+    def _hook_points_put_in(self) -> dict[str, HookPoint]:
+        """The hook points in modules that were put in, by name."""
+        named = (*self.named_modules(), *self.original_model.named_modules())
+        return {name: module for name, module in named if isinstance(module, HookPoint) and module.is_standalone}
+
+    def _take_out(self, name: str) -> None:
+        """Takes a user's hook point out; one that it stood in the place of is there again."""
+        point = self.wiring.points.pop(name)
+        assert isinstance(point, HookPoint)
+        point.keep_listeners(point.leave())
+        if name in self.gave_way:
+            self.wiring.points[name] = self.gave_way.pop(name)
+
+    def _make_way(self, name: str) -> None:
+        """Takes a hook point that HookedTransformer does not have away, whose name one of the user's has.
+
+        Raises:
+            ValueError: HookedTransformer has it.
+        """
+        if self.wiring.points[name].point.group != "extra":
+            raise ValueError(f"{name} is a hook point of the model already: give the other one another name")
+        self.gave_way[name] = self.wiring.points.pop(name)
 
     def _place(self, name: str, point: HookPoint) -> None:
         depth = self.cfg.n_layers if name.startswith(("ln_final.", "unembed.")) else -1
@@ -204,13 +219,8 @@ class ModuleTree(HoldsParameters, CallableParts, ListsHooks):
         full, was = join(prefix, name), parent._modules.get(name)
         point = self.wiring.points.get(full)
         if full in self.weights.getters:
-            if not isinstance(value, Tensor):
-                raise TypeError(f"{full} cannot be set to {type(value).__name__}: weights take tensors")
-            why = self.fits(full, value)
-            if why is not None:
-                raise ValueError(why) if "shape" in why else TypeError(why)
-            self.write({full: value})
-        elif full in self.parts or (point is not None and not getattr(point, "is_standalone", False)):
+            self._set_weight(full, value)
+        elif self._has(full):
             if not isinstance(value, nn.Module):
                 raise TypeError(f"{full} cannot be set to {type(value).__name__}: a module can take its place")
             if point is not None:
@@ -228,13 +238,31 @@ class ModuleTree(HoldsParameters, CallableParts, ListsHooks):
                 self.setup()
                 raise
         else:
-            known = [*parent._modules, *(word for word in self._tree.children.get(prefix, ()))]
-            hint = suggestion(name, known) if isinstance(value, nn.Module | Tensor) and was is None else ""
-            if hint and not isinstance(value, HookPoint):
-                raise AttributeError(f"{prefix or 'the model'} has no {name!r}.{hint}")
-            nn.Module.__setattr__(parent, name, value)
-            if name == "forward" and isinstance(parent, Part):
-                self.call_in_place_of(parent)
+            self._set_other(parent, prefix, name, value)
+
+    def _set_other(self, parent: nn.Module, prefix: str, name: str, value: Any) -> None:
+        """Sets what is neither a weight nor the model's own part or hook point."""
+        known = [*parent._modules, *self._tree.children.get(prefix, ())]
+        is_new = isinstance(value, nn.Module | Tensor) and parent._modules.get(name) is None
+        hint = suggestion(name, known) if is_new else ""
+        if hint and not isinstance(value, HookPoint):
+            raise AttributeError(f"{prefix or 'the model'} has no {name!r}.{hint}")
+        nn.Module.__setattr__(parent, name, value)
+        if name == "forward" and isinstance(parent, Part):
+            self.call_in_place_of(parent)
+
+    def _set_weight(self, name: str, value: Any) -> None:
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} cannot be set to {type(value).__name__}: weights take tensors")
+        why = self.fits(name, value)
+        if why is not None:
+            raise ValueError(why) if "shape" in why else TypeError(why)
+        self.write({name: value})
+
+    def _has(self, name: str) -> bool:
+        """Whether a part or a hook point of this name is the Hugging Face model's."""
+        point = self.wiring.points.get(name)
+        return name in self.parts or (point is not None and not getattr(point, "is_standalone", False))
 
     def call_in_place_of(self, part: Part) -> None:
         """Lets the model call what stands in a part's place, where it calls its own module."""
@@ -302,8 +330,7 @@ class ModuleTree(HoldsParameters, CallableParts, ListsHooks):
             TypeError: the Hugging Face model has it, and would go on to call it.
         """
         full = join(prefix, name)
-        point = self.wiring.points.get(full)
-        if full in self.parts or (point is not None and not getattr(point, "is_standalone", False)):
+        if self._has(full):
             raise TypeError(f"{full} is the Hugging Face model's: put a module in its place, such as nn.Identity()")
 
     # Weights.

@@ -80,19 +80,27 @@ class OwnFormat:
         given.setdefault("positional_embedding_type", "shortformer" if stored.get("shortformer_pos") else "standard")
         given |= {"model_name": self.name.rstrip("/").rpartition("/")[2], "init_weights": False}
         if checkpoint_index is not None or checkpoint_value is not None:
-            labels, kind = self.checkpoints()
-            if checkpoint_value is None:
-                if not -len(labels) <= (checkpoint_index or 0) < len(labels):
-                    raise ValueError(f"{self.name} has {len(labels)} checkpoints; {checkpoint_index} is out of range")
-                checkpoint_value = labels[checkpoint_index or 0]
-            elif checkpoint_value not in labels:
-                near = sorted(sorted(labels, key=lambda label: abs(label - checkpoint_value))[:3])
-                raise ValueError(f"{self.name} has no checkpoint {checkpoint_value}; the nearest are {near}")
-            given |= {
-                "from_checkpoint": True, "checkpoint_label_type": kind, "checkpoint_value": checkpoint_value,
-                "checkpoint_index": labels.index(checkpoint_value),
-            }  # fmt: skip
+            given |= self._checkpoint(checkpoint_index or 0, checkpoint_value)
         return HookedTransformerConfig(**(given | changes))
+
+    def _checkpoint(self, index: int, value: int | None) -> dict[str, Any]:
+        """What a configuration says of a checkpoint, which its value names, or else its index.
+
+        Raises:
+            ValueError: there is no such checkpoint.
+        """
+        labels, kind = self.checkpoints()
+        if value is None:
+            if not -len(labels) <= index < len(labels):
+                raise ValueError(f"{self.name} has {len(labels)} checkpoints; {index} is out of range")
+            value = labels[index]
+        elif value not in labels:
+            near = sorted(sorted(labels, key=lambda label: abs(label - value))[:3])
+            raise ValueError(f"{self.name} has no checkpoint {value}; the nearest are {near}")
+        return {
+            "from_checkpoint": True, "checkpoint_label_type": kind, "checkpoint_value": value,
+            "checkpoint_index": labels.index(value),
+        }  # fmt: skip
 
     def state_dict(self, cfg: HookedTransformerConfig) -> dict[str, Tensor]:
         """The weights by HookedTransformer's names, in `cfg.dtype`, of as many layers as `cfg` says; nothing is run.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from adapters.config import ModelConfig
 from adapters.paths import join
+from bridge.hooks.arguments import check_choice
 from bridge.hooks.hook_point import Handle
 from bridge.hooks.hook_point import HookPoint as AnyHookPoint
 from bridge.legacy.hook_points import CALLS, HookFunction, HookPoint
@@ -150,8 +151,7 @@ class Part(HoldsParameters, nn.Module):
             self._end(name).remove_hooks("both")
 
     def _end(self, name: str) -> AnyHookPoint:
-        if name not in _ENDS:
-            raise ValueError(f"hook_name is {name!r}; it must be {' or '.join(map(repr, _ENDS))}")
+        check_choice("hook_name", name, _ENDS)
         return getattr(self, _ENDS[name])  # type: ignore[no-any-return]
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Tensor:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bridge.hooks.arguments import check_choice
+
 #: The order in which HookedTransformer has its matrices, and those of a block.
 _IN_MODEL = ("embed", "pos_embed", "blocks", "unembed")
 _IN_BLOCK = ("W_Q", "W_O", "W_K", "_W_K", "W_V", "_W_V", "W_in", "W_out", "W_gate")
@@ -53,8 +55,7 @@ def init_kaiming_normal_(
 
 
 def _kaiming_std(param: Tensor, a: float, nonlinearity: Any, gain: float, mode: str) -> float:
-    if mode not in ("fan_in", "fan_out"):
-        raise ValueError(f'mode is {mode!r}; it must be "fan_in" or "fan_out"')
+    check_choice("mode", mode, ("fan_in", "fan_out"))
     fan = calc_fan_in_and_fan_out(param)[mode == "fan_out"]
     return gain * nn.init.calculate_gain(nonlinearity, a) / math.sqrt(fan)
 

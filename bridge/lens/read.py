@@ -143,6 +143,6 @@ def _decoder(bridge: Readable, kind: str | TunedLens) -> Callable[[Tensor, int],
         return _raw(bridge)
     if kind != "normed":
         raise ValueError(f"kind is {kind!r}; it must be {', '.join(map(repr, KINDS))} or a TunedLens")
-    if bridge.architecture.readout.pooled is not None:
+    if bridge.architecture.pooled is not None:
         return _classified(bridge)
     return lambda stream, layer: bridge(stream, start_at_layer=n)

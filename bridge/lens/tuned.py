@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from bridge.hooks.arguments import refuse_wrong_types, shown
+from bridge.hooks.arguments import check_positive, refuse_wrong_types, shown
 from bridge.lens.readable import Readable
 from bridge.run.protocol import Input
 
@@ -46,8 +46,7 @@ class TunedLens(nn.Module):
     def __init__(self, n_layers: int, d_model: int, bias: bool = True) -> None:
         super().__init__()
         for name, size in (("n_layers", n_layers), ("d_model", d_model)):
-            if size < 1:
-                raise ValueError(f"{name} is {size}; it must be 1 or more")
+            check_positive(name, size)
         self.translators = nn.ModuleList([nn.Linear(d_model, d_model, bias=bias) for _ in range(n_layers)])
         for parameter in self.translators.parameters():
             nn.init.zeros_(parameter)

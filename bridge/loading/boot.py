@@ -19,6 +19,11 @@ from bridge.loading.patches import keep_recording, patched
 from bridge.loading.request import Files, Placement, Source, Variant
 from bridge.native import NativeConfig, NativeModel
 
+#: The files of which a folder with a tokenizer has one.
+_OF_TOKENIZERS = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
+)  # fmt: skip
+
 
 class UnknownArgumentError(TypeError):
     """An argument for loading a model that neither the bridge nor Hugging Face's class knows.
@@ -94,9 +99,12 @@ def loaded_already(model: nn.Module, source: Source, placement: Placement, varia
 
 
 def tokenizer_of(files: Files, progress: bool) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that is kept with a model; None where there is none."""
+    """The tokenizer that is kept with a model; None where a folder has none. A GGUF file holds its own."""
+    alone = os.path.isdir(files.repository) and "gguf_file" not in files.where
+    if alone and not any(os.path.exists(os.path.join(files.repository, name)) for name in _OF_TOKENIZERS):
+        return None
     with _bars(progress):
-        return _tokenizer(files.repository, files.where)
+        return AutoTokenizer.from_pretrained(files.repository, **files.where)
 
 
 def make_native(
@@ -160,22 +168,6 @@ def _empty(loader: Any, kwargs: dict[str, Any]) -> nn.Module:
         if hasattr(loader, "from_config"):  # one of transformers' Auto classes
             return loader.from_config(config, trust_remote_code=kwargs["trust_remote_code"], **options)
         return loader._from_config(config, **options)
-
-
-def _tokenizer(repository: str, where: dict[str, Any]) -> PreTrainedTokenizerBase | None:
-    """The repository's tokenizer, or None where a folder has none. A GGUF file holds its own."""
-    if os.path.isdir(repository) and "gguf_file" not in where:
-        files = (
-            "tokenizer.json",
-            "tokenizer_config.json",
-            "tokenizer.model",
-            "vocab.json",
-            "vocab.txt",
-            "spiece.model",
-        )
-        if not any(os.path.exists(os.path.join(repository, name)) for name in files):
-            return None
-    return AutoTokenizer.from_pretrained(repository, **where)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, ClassVar, no_type_check
 
@@ -27,10 +28,18 @@ _LEAST = {
     "n_layers": 0, "d_model": 1, "n_ctx": 1, "d_vocab": 0, "d_vocab_out": 0, "n_heads": 1, "d_head": 1,
     "n_key_value_heads": 1, "d_mlp": 1, "rotary_dim": 2, "window_size": 1, "num_experts": 1, "experts_per_token": 1,
 }  # fmt: skip
+_NUMBERS = (
+    "eps", "attn_scale", "rotary_base", "initializer_range", "attn_scores_soft_cap", "output_logits_soft_cap",
+    "NTK_by_parts_low_freq_factor", "NTK_by_parts_high_freq_factor", "NTK_by_parts_factor", "NTK_original_ctx_len",
+)  # fmt: skip
 _FLAGS = (
     "attn_only", "gated_mlp", "parallel_attn_mlp", "final_rms", "use_attn_scale", "scale_attn_by_inverse_layer_idx",
     "use_local_attn", "use_qk_norm", "use_normalization_before_and_after", "use_NTK_by_parts_rope",
     "init_weights", "default_prepend_bos", "use_attn_result", "use_split_qkv_input", "use_attn_in", "use_hook_mlp_in",
+)  # fmt: skip
+_NUMBERS = (
+    "eps", "attn_scale", "rotary_base", "initializer_range", "attn_scores_soft_cap", "output_logits_soft_cap",
+    "NTK_by_parts_low_freq_factor", "NTK_by_parts_high_freq_factor", "NTK_by_parts_factor", "NTK_original_ctx_len",
 )  # fmt: skip
 _NOT_SET = -1  # HookedTransformerConfig's own sign for it
 _REQUIRED = ("n_layers", "d_model", "n_ctx", "d_vocab")
@@ -191,12 +200,7 @@ def _check_values(cfg: NativeConfig) -> None:
     for name in _FLAGS:
         if not isinstance(getattr(cfg, name), bool):
             raise TypeError(f"{name} is {getattr(cfg, name)!r}; it must be True or False")
-    caps, factors = (
-        ("attn_scores_soft_cap", "output_logits_soft_cap"),
-        ("low_freq_factor", "high_freq_factor", "factor"),
-    )
-    ntk = (*(f"NTK_by_parts_{name}" for name in factors), "NTK_original_ctx_len")
-    for name in ("eps", "attn_scale", "rotary_base", "initializer_range", *caps, *ntk):
+    for name in _NUMBERS:
         _check_number(cfg, name)
     if cfg.seed is not None and type(cfg.seed) is not int:
         raise TypeError(f"seed is {cfg.seed!r}; it must be a whole number or None")
@@ -280,59 +284,63 @@ def _complete_for_transformers(cfg: NativeConfig) -> None:
         }  # fmt: skip
 
 
-def _check_kinds(cfg: NativeConfig) -> None:
-    """The fields of windows and mixtures with one another."""
-    if cfg.use_local_attn:
-        types = cfg.attn_types if isinstance(cfg.attn_types, list) else []
-        if cfg.window_size is None or len(types) < cfg.n_layers or not {*types} <= {"local", "global"}:
-            raise ValueError(
-                f"use_local_attn=True needs window_size and attn_types, a list of 'local' and 'global' for "
-                f"{cfg.n_layers} layers; they are {cfg.window_size!r} and {cfg.attn_types!r}"
-            )
-        if cfg.attention_dir != "causal":
-            raise ValueError("use_local_attn=True is for attention_dir='causal'")
-    elif cfg.window_size is not None or cfg.attn_types is not None:
-        raise ValueError("window_size and attn_types are for use_local_attn=True")
-    if (cfg.num_experts is None) != (cfg.experts_per_token is None):
-        raise ValueError("num_experts and experts_per_token go together: give both or neither")
+def _lacks_windows(cfg: NativeConfig) -> bool:
+    """Whether local attention is asked for, and not all that it needs."""
+    types = cfg.attn_types if isinstance(cfg.attn_types, list) else []
+    whole = cfg.window_size is not None and len(types) >= cfg.n_layers and {*types} <= {"local", "global"}
+    return cfg.use_local_attn and not whole
+
+
+def _lacks_experts(cfg: NativeConfig) -> bool:
+    """Whether experts are asked for that cannot be."""
     no_experts = cfg.attn_only or str(cfg.act_fn).startswith("solu")
-    if cfg.num_experts is not None and (no_experts or (cfg.experts_per_token or 0) > cfg.num_experts):
-        raise ValueError(
-            f"experts_per_token={cfg.experts_per_token} of num_experts={cfg.num_experts}, act_fn={cfg.act_fn!r} "
-            f"and attn_only={cfg.attn_only} exclude each other"
-        )
-    if cfg.use_normalization_before_and_after and (cfg.normalization_type is None or cfg.parallel_attn_mlp):
-        raise ValueError(
-            "use_normalization_before_and_after=True needs norms, and attention and MLP one after the other"
-        )
-    if cfg.use_NTK_by_parts_rope and cfg.positional_embedding_type != "rotary":
-        raise ValueError("use_NTK_by_parts_rope=True is for positional_embedding_type='rotary'")
+    return cfg.num_experts is not None and (no_experts or (cfg.experts_per_token or 0) > cfg.num_experts)
+
+
+def _idle(cfg: NativeConfig) -> str:
+    """What says how an MLP is to be where there is none. (An act_fn says how one works, not that there is one.)"""
+    return ", ".join(
+        name for name in ("d_mlp", "gated_mlp", "parallel_attn_mlp") if cfg.attn_only and getattr(cfg, name)
+    )
+
+
+#: What fields may not say together, and what is said of it.
+_RULES: tuple[tuple[Callable[[NativeConfig], object], str], ...] = (
+    (_lacks_windows, "use_local_attn=True needs window_size and attn_types, a list of 'local' and 'global' for "
+     "{0.n_layers} layers; they are {0.window_size!r} and {0.attn_types!r}"),
+    (lambda c: c.use_local_attn and c.attention_dir != "causal", "use_local_attn=True is for attention_dir='causal'"),
+    (lambda c: not c.use_local_attn and (c.window_size is not None or c.attn_types is not None),
+     "window_size and attn_types are for use_local_attn=True"),
+    (lambda c: (c.num_experts is None) != (c.experts_per_token is None),
+     "num_experts and experts_per_token go together: give both or neither"),
+    (_lacks_experts, "experts_per_token={0.experts_per_token} of num_experts={0.num_experts}, act_fn={0.act_fn!r} "
+     "and attn_only={0.attn_only} exclude each other"),
+    (lambda c: c.use_normalization_before_and_after and (c.normalization_type is None or c.parallel_attn_mlp),
+     "use_normalization_before_and_after=True needs norms, and attention and MLP one after the other"),
+    (lambda c: c.use_NTK_by_parts_rope and c.positional_embedding_type != "rotary",
+     "use_NTK_by_parts_rope=True is for positional_embedding_type='rotary'"),
+    (lambda c: c.n_key_value_heads is not None and c.n_heads % c.n_key_value_heads,
+     "n_heads={0.n_heads} is not divisible by n_key_value_heads={0.n_key_value_heads}"),
+    (_idle, "attn_only=True means that there is no MLP, but {1} says how it is to be"),
+    (lambda c: not c.attn_only and c.act_fn is None,
+     f"act_fn is needed for the MLPs: one of {', '.join(ACT_FNS)}; or set attn_only=True"),
+    (lambda c: c.gated_mlp and c.act_fn == "solu_ln",
+     "gated_mlp=True and act_fn='solu_ln' exclude each other; act_fn='solu' can be gated"),
+    (lambda c: c.final_rms and c.normalization_type is None,
+     "final_rms=True asks for a last norm, but normalization_type=None for no norms at all"),
+    (lambda c: not c.use_attn_scale and c.attn_scale is not None,
+     "use_attn_scale=False and attn_scale={0.attn_scale} exclude each other"),
+    (lambda c: c.positional_embedding_type == "rotary" and (c.rotary_dim or 0) not in range(0, c.d_head + 1, 2),
+     "rotary_dim={0.rotary_dim} must be even and at most d_head={0.d_head}"),
+    (lambda c: c.positional_embedding_type != "rotary" and c.rotary_dim is not None,
+     "rotary_dim={0.rotary_dim} is for positional_embedding_type='rotary', not {0.positional_embedding_type!r}"),
+    (lambda c: c.positional_embedding_type != "rotary" and c.rotary_base is not None,
+     "rotary_base={0.rotary_base} is for positional_embedding_type='rotary', not {0.positional_embedding_type!r}"),
+)  # fmt: skip
 
 
 def _check_together(cfg: NativeConfig) -> None:
     """The fields with one another."""
-    _check_kinds(cfg)
-    if cfg.n_key_value_heads is not None and cfg.n_heads % cfg.n_key_value_heads:
-        raise ValueError(f"n_heads={cfg.n_heads} is not divisible by n_key_value_heads={cfg.n_key_value_heads}")
-    if cfg.attn_only:
-        # An act_fn is let pass: it says how an MLP works, not that there is one.
-        if extra := [name for name in ("d_mlp", "gated_mlp", "parallel_attn_mlp") if getattr(cfg, name)]:
-            raise ValueError(f"attn_only=True means that there is no MLP, but {', '.join(extra)} says how it is to be")
-    elif cfg.act_fn is None:
-        raise ValueError(f"act_fn is needed for the MLPs: one of {', '.join(ACT_FNS)}; or set attn_only=True")
-    if cfg.gated_mlp and cfg.act_fn == "solu_ln":
-        raise ValueError("gated_mlp=True and act_fn='solu_ln' exclude each other; act_fn='solu' can be gated")
-    if cfg.final_rms and cfg.normalization_type is None:
-        raise ValueError("final_rms=True asks for a last norm, but normalization_type=None for no norms at all")
-    if not cfg.use_attn_scale and cfg.attn_scale is not None:
-        raise ValueError(f"use_attn_scale=False and attn_scale={cfg.attn_scale} exclude each other")
-    if cfg.positional_embedding_type == "rotary":
-        assert cfg.rotary_dim is not None
-        if cfg.rotary_dim % 2 or cfg.rotary_dim > cfg.d_head:
-            raise ValueError(f"rotary_dim={cfg.rotary_dim} must be even and at most d_head={cfg.d_head}")
-    elif cfg.rotary_dim is not None or cfg.rotary_base is not None:
-        name = "rotary_dim" if cfg.rotary_dim is not None else "rotary_base"
-        raise ValueError(
-            f"{name}={getattr(cfg, name)} is for positional_embedding_type='rotary', "
-            f"not {cfg.positional_embedding_type!r}"
-        )
+    for breaks, said in _RULES:
+        if found := breaks(cfg):
+            raise ValueError(said.format(cfg, found))

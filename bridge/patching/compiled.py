@@ -2,49 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
-from bridge.bridge import TransformerBridge
 from bridge.hooks.hook_point import HookPoint
-from bridge.patching.measured import Numbers, mixing_rows
+from bridge.patching.measured import mixing_rows
 from bridge.patching.memory import tokens_per_run
-from bridge.patching.steps import PatchStep
+from bridge.patching.steps import Patches, PatchStep
 
 #: How `torch.compile` is told to compile.
 Options = Mapping[str, object]
 
 
-def compiled_sweep(
-    model: TransformerBridge,
-    tokens: Int[Tensor, "batch pos"],
-    steps: Sequence[PatchStep],
-    metric: Numbers,
-    attention_mask: Int[Tensor, "batch pos"] | None,
-    patches_per_run: int | None,
-    options: Options,
-    report: Callable[[int], object],
-) -> list[Tensor]:
+def compiled_sweep(patches: Patches, patches_per_run: int | None, options: Options) -> list[Tensor]:
     """The metric of each patch.
 
     Each patched activation is made from the corrupted run's, which a run with one patch has at that place. The program
     puts it in at its layer; it computes all layers of every patch, without the run's machinery between them.
 
     Args:
-        model, tokens, steps, metric, attention_mask, report: as for `bridge.patching.measured.measure`.
+        patches: the patches.
         patches_per_run: how many patches are one batch; None: as many as a quarter of the free memory holds.
         options: of `torch.compile`.
 
     Raises:
         ValueError: the activations have no batch axis, or other shapes in other layers; or a basis mixes rows.
     """
-    hooks = list(dict.fromkeys(step.hook for step in steps))
+    model, tokens, steps, attention_mask = patches.model, patches.tokens, patches.steps, patches.attention_mask
+    hooks, batch = patches.hooks, len(tokens)
     names = [hook.name for hook in hooks]
-    batch, given = len(tokens), {} if attention_mask is None else {"attention_mask": attention_mask}
-    if mixed := mixing_rows(model, tokens, hooks, attention_mask):
+    given = {} if attention_mask is None else {"attention_mask": attention_mask}
+    if mixed := mixing_rows(patches):
         raise ValueError(
             f"the basis of {mixed[0]} mixes the rows of a batch, which are patches here: use compiled=False"
         )
@@ -78,8 +68,8 @@ def compiled_sweep(
             value = torch.cat([_patched(step, cache[step.hook.name]) for step in some])
             place = torch.tensor([layers[step.hook.name] for step in some], device=tokens.device)
             made = program(**rows, value=value, place=place.repeat_interleave(batch))["logits"]
-            found += [metric(part) for part in made.split(batch)[: len(steps) - at]]
-            report(min(most, len(steps) - at))
+            found += [patches.metric(part) for part in made.split(batch)[: len(steps) - at]]
+            patches.report(min(most, len(steps) - at))
     return found
 
 

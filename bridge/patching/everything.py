@@ -106,9 +106,16 @@ def patch_everything(
     logits, cache = model.run_with_cache(one)
     every = get_act_patch_block_every(model, other, cache, difference, verbose=verbose)
     heads = get_act_patch_attn_head_out_all_pos(model, other, cache, difference, verbose=verbose)
-    known = model.tokenizer is not None
-    words = [model.to_single_str_token(token) if known else str(token) for token in one[0].tolist()]
-    stream, attn_out, mlp_out = every
-    return PatchedEverything(
-        stream, attn_out, mlp_out, heads, difference(logits), difference(model(other)), words
-    )  # fmt: skip
+    return PatchedEverything(*every, heads, difference(logits), difference(model(other)), texts_of(model, one[0]))
+
+
+def texts_of(model: TransformerBridge, tokens: Int[Tensor, " pos"]) -> list[str]:
+    """The text of each token of a prompt; its number where there is no tokenizer.
+
+    Args:
+        model: the bridge.
+        tokens: ``[pos]``.
+    """
+    if model.tokenizer is None:
+        return [str(token) for token in tokens.tolist()]
+    return [model.to_single_str_token(token) for token in tokens.tolist()]

@@ -22,7 +22,7 @@ from bridge.patching.measured import measure as measure_patches
 from bridge.patching.metrics import Metric, Metrics, Reduce
 from bridge.patching.result import PatchingResult, data_frame
 from bridge.patching.setters import PatchSetter
-from bridge.patching.steps import PatchStep
+from bridge.patching.steps import Patches, PatchStep
 from bridge.run.checks import as_tokens
 
 AXES = ("layer", "pos", "head_index", "head", "src_pos", "dest_pos", "feature")
@@ -136,12 +136,12 @@ def generic_activation_patch(
     steps = _steps(model, clean_cache, activation_name, chosen, patch_setter)
 
     with tqdm(total=len(steps), desc=f"patching {activation_name}", unit="patch", disable=not verbose) as bar:
+        patches = Patches(model, tokens, steps, metrics, attention_mask, bar.update)
         if compiled is False:
-            results = measure_patches(model, tokens, steps, metrics, attention_mask, patches_per_run, bar.update)
+            results = measure_patches(patches, patches_per_run)
         else:
             together = None if patches_per_run == "auto" else patches_per_run
-            options = compiled if isinstance(compiled, Mapping) else {}
-            results = compiled_sweep(model, tokens, steps, metrics, attention_mask, together, options, bar.update)
+            results = compiled_sweep(patches, together, compiled if isinstance(compiled, Mapping) else {})
     measured = torch.full((len(rows), *metrics.shape), math.nan, dtype=torch.float32, device=model.cfg.device)
     if results:
         measured[torch.tensor(tried, device=measured.device)] = torch.stack(results).to(measured)

@@ -1,14 +1,20 @@
-"""One patch of a sweep: where it stands, which piece it is of, and what that was in the clean run."""
+"""The patches of a sweep: where each stands, which piece it is of, and what that was in the clean run."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from bridge.bridge import TransformerBridge
 from bridge.hooks.hook_point import HookPoint
 from bridge.patching.regions import Region, from_position, region_of
 from bridge.patching.setters import PatchSetter
+
+#: From the logits ``[batch, pos, d_vocab]`` of one patched run to numbers.
+Numbers = Callable[[Float[Tensor, "batch pos d_vocab"]], Float[Tensor, "..."]]
 
 
 @dataclass(frozen=True)
@@ -45,3 +51,29 @@ class PatchStep:
             return self.whole(activation)  # are made for all positions, those before `start` too
         place, clean = from_position(region, self.place, self.clean, start)
         return self.setter(activation, place, clean)
+
+
+@dataclass(frozen=True)
+class Patches:
+    """The patches of a sweep, and what is measured of each.
+
+    Attributes:
+        model: the bridge.
+        tokens: the corrupted prompts.
+        steps: the patches.
+        metric: from the logits of one patched run to numbers.
+        attention_mask: 1 for tokens and 0 for padding; None: no padding.
+        report: called with how many more patches are done.
+    """
+
+    model: TransformerBridge
+    tokens: Int[Tensor, "batch pos"]
+    steps: Sequence[PatchStep]
+    metric: Numbers
+    attention_mask: Int[Tensor, "batch pos"] | None
+    report: Callable[[int], object]
+
+    @property
+    def hooks(self) -> list[HookPoint]:
+        """The hook points at which anything is patched."""
+        return list(dict.fromkeys(step.hook for step in self.steps))

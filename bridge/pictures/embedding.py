@@ -10,6 +10,7 @@ import functools
 import gzip
 import html
 import json
+from pathlib import Path
 from typing import Any
 
 import vl_convert
@@ -17,72 +18,19 @@ import vl_convert
 #: Beyond this many values a picture is drawn on a canvas: so many elements would make the page slow.
 MOST_SVG_VALUES = 8000
 
-STYLE = """
-.bridge-picture { overflow-x: auto; margin: 1em 0; }
-.bridge-picture > div { width: max-content; }
-.bridge-picture svg, .bridge-picture canvas { display: block; }
-"""
 
-# Draws every picture on the ground that it stands on: a page's own theme (Furo, JupyterLab, VS Code) where it has one,
-# otherwise what the reader's system says. Where there is too little room, panels that may wrap do. When ground or room
-# changes, it is drawn again.
-_DRAW = """
-(function () {
-  const asked = window.matchMedia("(prefers-color-scheme: dark)");
-  function isDark(element) {
-    for (let at = element; at; at = at.parentElement) {
-      const own = at.dataset.theme || at.dataset.vscodeThemeKind || "";
-      if (own.includes("dark")) return true;
-      if (own.includes("light")) return false;
-      if (at.dataset.jpThemeLight) return at.dataset.jpThemeLight === "false";
-    }
-    return asked.matches;
-  }
-  async function embed(element, spec, dark) {
-    const options = { actions: false, renderer: element.dataset.renderer, tooltip: { theme: dark ? "dark" : "light" } };
-    await window.vegaEmbed(element.querySelector("div"), spec, options);
-    return element.querySelector("div").scrollWidth;
-  }
-  async function draw(element) {
-    const dark = isDark(element), room = element.clientWidth, state = `${dark} ${room}`;
-    if (element.dataset.drawn === state || !room) return;
-    element.dataset.drawn = state;
-    const spec = JSON.parse(element.querySelector("script").textContent);
-    spec.params.find((parameter) => parameter.name === "dark").value = dark;
-    let width = await embed(element, spec, dark);
-    const panels = [].concat((spec.usermeta && spec.usermeta.wrap) || 0);  // one number for each picture
-    for (const [i, part] of (spec.vconcat || [spec]).entries()) {
-      const facet = panels[i] && part.encoding.facet;
-      const own = part.resolve && part.resolve.axis && part.resolve.axis.x === "independent";
-      while (facet && width > room && facet.columns > 1) {
-        do facet.columns--; while (!own && panels[i] % facet.columns);  // full rows, or names under every panel
-        width = await embed(element, spec, dark);
-      }
-    }
-  }
-  const all = () => document.querySelectorAll(".bridge-picture").forEach(draw);
-  if (!window.bridgePictures) {
-    window.bridgePictures = true;
-    asked.addEventListener("change", all);
-    window.addEventListener("resize", all);
-    const attributeFilter = ["data-theme", "data-jp-theme-light", "data-vscode-theme-kind"];
-    for (const element of [document.documentElement, document.body])
-      new MutationObserver(all).observe(element, { attributes: true, attributeFilter });
-  }
-  all();
-})();
-"""
+def _file(name: str) -> str:
+    """A part of pages that is a file of its own."""
+    return "\n" + Path(__file__).with_name("in_html").joinpath(name).read_text(encoding="utf-8")
 
-_PAGE_STYLE = """
-:root { color-scheme: light dark; --ground: #ffffff; --ink: #1f2328; --faint: #c8ccd2; }
-@media (prefers-color-scheme: dark) { :root { --ground: #131416; --ink: #e4e6ea; --faint: #4a4e55; } }
-body { background: var(--ground); color: var(--ink); font: 16px/1.55 system-ui, 'Liberation Sans', Arial, sans-serif;
-  margin: 0 auto; padding: 1.5em; max-width: 1200px; }
-p, li { max-width: 46em; }
-h1 { font-size: 1.7em; line-height: 1.2; } h2 { font-size: 1.25em; margin-top: 2em; }
-code, pre { font-family: ui-monospace, 'Liberation Mono', monospace; font-size: 0.9em; }
-pre { overflow-x: auto; border: 1px solid var(--faint); padding: 0.7em 1em; }
-"""
+
+STYLE, _PAGE_STYLE = _file("picture.css"), _file("page.css")
+#: Draws every picture on the ground that it stands on: a page's own theme (Furo, JupyterLab, VS Code) where it has one,
+#: otherwise what the reader's system says. Where there is too little room, panels that may wrap do. When ground or room
+#: changes, it is drawn again.
+_DRAW = _file("draw.js")
+#: Unpacks the library where an output of the page holds it, and draws.
+_UNPACK = _file("unpack.js")
 
 
 #: What the bundle is to leave for the drawing script.
@@ -132,20 +80,6 @@ def fragment(spec: dict[str, Any], n_values: int, still: str = "") -> str:
         f'<div class="bridge-picture" data-renderer="{renderer}"><div>{still}</div>'
         f'<script type="application/json">{text}</script></div>'
     )
-
-
-#: Unpacks the library where an output of the page holds it, and draws.
-_UNPACK = """
-(async function () {
-  const held = document.querySelector("script.bridge-vega");
-  if (held && !window.bridgeVega) window.bridgeVega = (async function () {
-    const packed = Uint8Array.from(atob(held.textContent), (character) => character.charCodeAt(0));
-    const text = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
-    (0, eval)(await new Response(text).text());
-  })();
-  await window.bridgeVega;
-  if (!window.vegaEmbed) return;  // the page was loaded without the output that holds it: the still pictures stay
-"""
 
 
 def output(spec: dict[str, Any], n_values: int, png: bytes, title: str, with_library: bool) -> str:

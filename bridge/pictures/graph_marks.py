@@ -9,6 +9,7 @@ from typing import Any
 import altair as alt
 
 from bridge.pictures.labels import width_of
+from bridge.pictures.picture import rows_chart
 from bridge.pictures.style import colour
 
 #: The chosen node, a Vega expression of its number, and whether there is one.
@@ -83,7 +84,7 @@ class Graph:
             return alt.Y(f"{name}:Q", axis=None, scale=down)
 
         layers = [self._joined(x("x"), y("y")), self._lines(x("x"), y("y"), measure, negative_supports)]
-        base = _chart([self._node(i) for i in range(len(self.labels))]).transform_filter("datum.m >= least")
+        base = rows_chart([self._node(i) for i in range(len(self.labels))]).transform_filter("datum.m >= least")
         picked = alt.selection_point(name="picked", fields=["i"], on="click", toggle=False)
         width = alt.condition(f"{PICKED} === datum.i", alt.value(3), alt.value(1.2))
         layers.append(
@@ -98,7 +99,7 @@ class Graph:
         )
         if self.bands:
             bands = [{"t": token, "x": left, "y": round(row, 3)} for token, row in self.bands]
-            words = _chart(bands).mark_text(fontSize=11, color=colour("ink"), align="left", fontStyle="italic")
+            words = rows_chart(bands).mark_text(fontSize=11, color=colour("ink"), align="left", fontStyle="italic")
             layers.insert(0, words.encode(x=x("x"), y=y("y"), text="t:N"))
         return alt.layer(*layers).properties(
             width=round(self.gap * (right - left)), height=max(60, round(44 * (self.rows + 0.2)))
@@ -121,7 +122,7 @@ class Graph:
 
     def _joined(self, x: alt.X, y: alt.Y) -> alt.Chart:
         return (
-            _chart(self._points(range(len(self.scores), len(self.pairs))))
+            rows_chart(self._points(range(len(self.scores), len(self.pairs))))
             .transform_filter("datum.m >= least")
             .mark_line(interpolate="basis", strokeWidth=1.5, strokeDash=[2, 3], color=colour("ink"), opacity=0.6)
             .encode(x=x, y=y, detail="e:N", order="o:Q")
@@ -133,7 +134,7 @@ class Graph:
         largest = max(map(abs, self.scores)) or 1.0
         edges = alt.LookupData(alt.Data(values=self.edges()), "e", ["s", "r", "v", "near"])  # type: ignore[arg-type]
         return (
-            _chart(self._points(range(len(self.scores))))
+            rows_chart(self._points(range(len(self.scores))))
             .transform_lookup("e", from_=edges)
             .transform_calculate(size="abs(datum.v)")
             .transform_filter("datum.size >= least")
@@ -162,10 +163,6 @@ class Graph:
             {"e": e, "s": self.names[s], "r": self.names[r], "v": self.scores[e], "near": self.near(e)}
             for e, (s, r) in enumerate(self.pairs[: len(self.scores)])
         ]
-
-
-def _chart(rows: list[dict[str, Any]]) -> alt.Chart:
-    return alt.Chart(alt.Data(values=rows))  # type: ignore[arg-type]
 
 
 def _line(start: tuple[int, float], stops: Sequence[tuple[int, float]], half: float) -> Sequence[tuple[float, float]]:

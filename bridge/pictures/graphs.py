@@ -122,9 +122,8 @@ def circuit(
         for name, node in known.items()
         if node.pattern is not None
     }
-    chart = alt.vconcat(drawn, details(graph, effects, patterns, words, metric, measure), spacing=14).properties(
-        config=configuration(), usermeta={"details": True}
-    )
+    below = details(graph, effects, patterns, words, metric, measure)
+    chart = alt.vconcat(drawn, below, spacing=14).properties(config=configuration(), usermeta={"details": True})
     return Picture(chart.add_params(dark_parameter(), _slider(largest)), title)
 
 

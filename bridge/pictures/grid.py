@@ -11,8 +11,8 @@ import altair as alt
 from torch import Tensor
 
 from bridge.pictures.labels import lookup, width_of
-from bridge.pictures.picture import Picture
-from bridge.pictures.style import colour, colour_bar, configuration, dark_parameter, ink_on
+from bridge.pictures.picture import Picture, finished, rows_chart
+from bridge.pictures.style import colour, colour_bar, ink_on
 from bridge.pictures.values import compact, limit
 
 #: What stands for no value.
@@ -71,9 +71,8 @@ def grid(
         'Two by two'
     """
     n_rows, n_columns = values.shape[-2:]
-    size = n_rows * n_columns
     # The values stand alone, in order; where each belongs follows from its number.
-    chart = alt.Chart(alt.Data(values=_for_vega(values, 4 if numbers else 3))).transform_window(n="row_number()")  # type: ignore[arg-type]
+    chart = rows_chart(_for_vega(values, 4 if numbers else 3)).transform_window(n="row_number()")
     chart = chart.transform_calculate(
         r=f"floor((datum.n - 1) / {n_columns}) % {n_rows}", c=f"(datum.n - 1) % {n_columns}"
     )
@@ -84,7 +83,7 @@ def grid(
         alt.Tooltip("data:Q", title=measure) if blank is None else alt.Tooltip("said:N", title=measure),
     ]
     if panels is not None:
-        chart = chart.transform_calculate(p=f"floor((datum.n - 1) / {size})")
+        chart = chart.transform_calculate(p=f"floor((datum.n - 1) / {n_rows * n_columns})")
         chart = chart.transform_calculate(panel=lookup(panels, "datum.p"))
         tooltip.insert(0, alt.Tooltip("panel:N", title="panel"))
     color: Any = alt.Color("data:Q", scale=scale, legend=colour_bar(scale, measure))
@@ -103,9 +102,8 @@ def grid(
         color=color,
         tooltip=tooltip,
     )
-    shown: dict[str, Any] = (
-        {} if blank is None else {"invalid": None}
-    )  # as they are: Vega leaves out what has no number
+    # As they are: Vega leaves out what has no number.
+    shown: dict[str, Any] = {} if blank is None else {"invalid": None}
     drawn: alt.Chart | alt.LayerChart | alt.FacetChart = cells.mark_rect(
         stroke=colour("ground"), strokeWidth=min(1.0, columns.cell / 12), **shown
     )
@@ -123,14 +121,9 @@ def grid(
                 row=alt.Row("q:O", header=_header(sides[0], 0), spacing=3),
                 column=alt.Column("k:O", header=_header(sides[1], None), spacing=3),
             )
-    size_of = {"width": alt.Step(columns.cell), "height": alt.Step(rows.cell)}
-    chart_of_all = drawn.properties(
-        title=title,
-        config=configuration(),
-        usermeta={"wrap": len(panels) if panels and sides is None else 0},
-        **size_of,
-    )
-    return Picture(chart_of_all.add_params(dark_parameter()), title if isinstance(title, str) else title.text)
+    wrap = len(panels) if panels and sides is None else 0
+    size = {"width": alt.Step(columns.cell), "height": alt.Step(rows.cell)}
+    return finished(drawn, title, usermeta={"wrap": wrap}, **size)
 
 
 def _wrapped(drawn: alt.Chart, panels: Sequence[str], wide: int) -> alt.Chart:

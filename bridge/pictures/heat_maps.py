@@ -11,9 +11,9 @@ from torch import Tensor
 
 from bridge.pictures.grid import Axis, grid
 from bridge.pictures.labels import lookup, token_labels, visible
-from bridge.pictures.picture import Picture
-from bridge.pictures.style import colour, configuration, dark_parameter, diverging, sequential
-from bridge.pictures.values import checked, compact, limit, names_for, without_batch
+from bridge.pictures.picture import Picture, finished, rows_chart
+from bridge.pictures.style import colour, diverging, sequential
+from bridge.pictures.values import checked, compact, limit, names_for, of_one_prompt, without_batch
 
 _POSITIONS = ("pos", "dest_pos", "src_pos")
 _AXES = ("layer", "head", *_POSITIONS)
@@ -209,11 +209,8 @@ def attribution(
     """
     table = checked(values, "the attributions")
     axes = 1 if tokens is None else 2
-    if table.ndim == axes + 1 and table.shape[1] == 1:
-        table = table.squeeze(1)
-    if table.ndim != axes:
-        wanted = "[component] (tokens would name positions)" if tokens is None else "[component, pos]"
-        raise ValueError(f"attributions are {wanted}, of one prompt; the shape is {list(values.shape)}")
+    wanted = "[component] (tokens would name positions)" if tokens is None else "[component, pos]"
+    table = of_one_prompt(table, axes, f"attributions are {wanted}")
     names = [visible(name) for name in names_for(components, len(table), "", "components")]
     if tokens is None:
         return _bars(table, names, measure, title)
@@ -323,12 +320,11 @@ def _map(
 
 def _bars(values: Tensor, names: list[str], measure: str, title: str) -> Picture:
     rows = [{"i": i, "name": name, "v": v} for i, (name, v) in enumerate(zip(names, compact(values), strict=True))]
-    base = alt.Chart(alt.Data(values=rows)).encode(  # type: ignore[arg-type]
+    base = rows_chart(rows).encode(
         y=alt.Y("i:O", title=None, axis=alt.Axis(labelExpr=lookup(names, "datum.value"), ticks=False, domain=False)),
         x=alt.X("v:Q", title=measure),
         tooltip=[alt.Tooltip("name:N", title="component"), alt.Tooltip("v:Q", title=measure)],
         color=alt.condition("datum.v < 0", alt.value(colour("accent")), alt.value(colour("line"))),
     )
     high = 18 if len(names) <= 40 else max(3.0, 720 / len(names))
-    chart = base.mark_bar().properties(width=420, height=alt.Step(high), title=title, config=configuration())
-    return Picture(chart.add_params(dark_parameter()), title)
+    return finished(base.mark_bar(), title, width=420, height=alt.Step(high))

@@ -9,9 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from bridge.pictures.labels import lookup, token_labels, visible
-from bridge.pictures.picture import Picture
-from bridge.pictures.style import colour, configuration, dark_parameter
-from bridge.pictures.values import checked, compact, names_for
+from bridge.pictures.picture import Picture, finished, rows_chart
+from bridge.pictures.style import colour
+from bridge.pictures.values import checked, compact, names_for, of_one_prompt
 
 
 def residual_norms(
@@ -41,12 +41,7 @@ def residual_norms(
         >>> pictures.residual_norms(stream, bridge.to_str_tokens("Mary and John"), labels)
         Picture('Norm of the residual stream')
     """
-    values = checked(stream, "the stream")
-    if values.ndim == 4 and values.shape[1] == 1:
-        values = values[:, 0]
-    if values.ndim != 3:
-        raise ValueError(f"the stream is [component, pos, d_model], of one prompt; the shape is {list(stream.shape)}")
-    norms = values.norm(dim=-1)
+    norms = of_one_prompt(checked(stream, "the stream"), 3, "the stream is [component, pos, d_model]").norm(dim=-1)
     names = [visible(name) for name in names_for(labels, len(norms), "", "labels")]
     positions = token_labels(tokens, norms.shape[1])
     rows = [
@@ -55,7 +50,7 @@ def residual_norms(
         for p, value in enumerate(compact(row))
     ]  # fmt: skip
     base = (
-        alt.Chart(alt.Data(values=rows))  # type: ignore[arg-type]
+        rows_chart(rows)
         .transform_calculate(component=lookup(names, "datum.i"), token=lookup(positions, "datum.p"))
         .encode(
             x=alt.X("i:O", title="stream", axis=alt.Axis(labelExpr=lookup(names, "datum.value"), labelAngle=-45)),
@@ -73,8 +68,5 @@ def residual_norms(
     median = base.mark_line(strokeWidth=3, color=colour("accent")).encode(y="median(v):Q", tooltip=alt.Tooltip(
         "median(v):Q", title="median over positions", format=".3~g"
     ))  # fmt: skip
-    chart = (each + median + dots).properties(
-        title=alt.Title(title, subtitle="thin: each position; thick: their median"),
-        width=max(320, min(620, 42 * len(names))), height=260, config=configuration(),
-    )  # fmt: skip
-    return Picture(chart.add_params(dark_parameter()), title)
+    told = alt.Title(title, subtitle="thin: each position; thick: their median")
+    return finished(each + median + dots, told, width=max(320, min(620, 42 * len(names))), height=260)

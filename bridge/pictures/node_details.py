@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bridge.pictures.graph_marks import PICKED, SOME_PICKED, Graph
 from bridge.pictures.labels import lookup, width_of
+from bridge.pictures.picture import rows_chart
 from bridge.pictures.style import colour, sequential
 from bridge.pictures.values import compact
 
@@ -47,7 +48,7 @@ def _sentence(graph: Graph, effects: Mapping[int, float], shown: str, metric: st
     for i, label in enumerate(graph.names):
         effect = f"; direct effect: without what it sends to the logits, the {metric} changes by"
         said.append({"i": i, "t": f"{label}{effect} {effects[i]:+.3g}" if i in effects else label})
-    base = alt.Chart(alt.Data(values=said), width=600, height=34).transform_filter(f"datum.i === {shown}")  # type: ignore[arg-type]
+    base = rows_chart(said, width=600, height=34).transform_filter(f"datum.i === {shown}")
     return alt.layer(
         base.mark_text(align="left", x=0, y=8, fontSize=11, color=colour("ink")).encode(
             text=alt.value("Click a node to see its edges here:")
@@ -62,7 +63,7 @@ def _bars(graph: Graph, shown: str, measure: str) -> alt.LayerChart | alt.FacetC
     wide = width_of(graph.names) * 2 + 10
     scale = alt.Scale(domain=[min(0, *graph.scores), max(0, *graph.scores)], range=[wide, wide + 200])
     base = (
-        alt.Chart(alt.Data(values=graph.edges()))  # type: ignore[arg-type]
+        rows_chart(graph.edges())
         .transform_filter(f"indexof(datum.near, {shown}) >= 0 && abs(datum.v) >= least")
         .transform_calculate(edge="datum.s + ' to ' + datum.r", size="abs(datum.v)")
         .transform_window(rank="row_number()", sort=[alt.SortField("size", order="descending")])
@@ -90,13 +91,13 @@ def _pattern(patterns: Mapping[int, Tensor], words: Sequence[str], shown: str) -
         "labelExpr": lookup(words, "datum.value"),
     }
     blank = (
-        alt.Chart(alt.Data(values=[{"t": "no head, so no pattern"}]))  # type: ignore[arg-type]
+        rows_chart([{"t": "no head, so no pattern"}])
         .transform_filter(f"indexof({list(patterns)}, {shown}) < 0")
         .mark_text(align="left", x=8, y=14, fontSize=11, color=colour("ink"))
         .encode(text="t:N")
     )
     cells = (
-        alt.Chart(alt.Data(values=rows))  # type: ignore[arg-type]
+        rows_chart(rows)
         .transform_filter(f"datum.i === {shown}")
         .transform_flatten(["w"])
         .transform_window(n="row_number()")

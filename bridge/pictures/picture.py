@@ -14,6 +14,7 @@ import vl_convert
 
 from bridge.pictures.embedding import document, fragment, output
 from bridge.pictures.pixels import packed
+from bridge.pictures.style import configuration, dark_parameter
 
 #: Numbers the outputs of this process: the first holds the drawing library for all.
 _outputs = itertools.count()
@@ -157,3 +158,30 @@ class Picture:
         png = self.png(scale=1)
         text = output(self.spec(), self._n_values(), png, self.title, with_library=next(_outputs) == 0)
         return {"text/html": text, "image/png": base64.b64encode(png).decode(), "text/plain": repr(self)}
+
+
+def finished(
+    chart: alt.Chart | alt.LayerChart | alt.FacetChart | alt.VConcatChart,
+    title: str | alt.Title,
+    **properties: Any,
+) -> Picture:
+    """A chart as a picture, in the fonts and colours that all share.
+
+    Args:
+        chart: the chart.
+        title: what it shows.
+        properties: others of the chart's.
+    """
+    whole = chart.properties(title=title, config=configuration(), **properties)
+    text = title if isinstance(title, str) else title.text
+    return Picture(whole.add_params(dark_parameter()), text)
+
+
+def rows_chart(rows: list[Any], **properties: Any) -> alt.Chart:
+    """A chart of rows of values, without marks.
+
+    Args:
+        rows: the values.
+        properties: of the chart.
+    """
+    return alt.Chart(alt.Data(values=rows), **properties)  # type: ignore[arg-type]

@@ -8,8 +8,7 @@ from typing import Any
 
 import altair as alt
 
-from bridge.pictures.picture import Picture
-from bridge.pictures.style import configuration, dark_parameter
+from bridge.pictures.picture import Picture, finished
 
 
 def together(pictures: Sequence[Picture], title: str) -> Picture:
@@ -40,5 +39,4 @@ def together(pictures: Sequence[Picture], title: str) -> Picture:
         chart.config = chart.params = chart.usermeta = alt.Undefined
         charts.append(chart)
     whole = alt.vconcat(*charts, spacing=24).resolve_scale(color="independent")
-    whole = whole.properties(title=alt.Title(title, fontSize=16), config=configuration(), usermeta={"wrap": panels})
-    return Picture(whole.add_params(dark_parameter()), title)
+    return finished(whole, alt.Title(title, fontSize=16), usermeta={"wrap": panels})

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from bridge.pictures.grid import Axis, grid
 from bridge.pictures.labels import KnowsWords, Vocabulary, lookup, token_labels, visible, wide
-from bridge.pictures.picture import Picture
-from bridge.pictures.style import colour, colour_bar, configuration, dark_parameter, ink_on, sequential
-from bridge.pictures.values import checked, compact, limit, names_for
+from bridge.pictures.picture import Picture, finished, rows_chart
+from bridge.pictures.style import colour, colour_bar, ink_on, sequential
+from bridge.pictures.values import checked, compact, limit, names_for, of_one_prompt
 
 
 def logit_lens(
@@ -70,7 +70,7 @@ def logit_lens(
                 | {f"k{i}": f"{text} {share}" for i, (text, share) in enumerate(zip(found, shares, strict=True))}
             )
     base = (
-        alt.Chart(alt.Data(values=cells))  # type: ignore[arg-type]
+        rows_chart(cells)
         .transform_calculate(row=lookup(layers, "datum.l"), column=lookup(columns, "datum.p"))
         .encode(
             x=alt.X("p:O", axis=alt.Axis(
@@ -92,10 +92,7 @@ def logit_lens(
         color=alt.Color("v:Q", scale=sequential(), legend=legend)
     )
     words = base.mark_text(fontSize=10).encode(text="t:N", color=ink_on("datum.v"))
-    chart = (rects + words).properties(
-        title=title, width=alt.Step(cell), height=alt.Step(22), config=configuration()
-    )  # fmt: skip
-    return Picture(chart.add_params(dark_parameter()), title)
+    return finished(rects + words, title, width=alt.Step(cell), height=alt.Step(22))
 
 
 def chosen_lens(
@@ -142,14 +139,7 @@ def chosen_lens(
 
 
 def _of_one_prompt(logits: Tensor) -> Tensor:
-    values = checked(logits, "the logits")
-    if values.ndim == 4 and values.shape[1] == 1:
-        values = values[:, 0]
-    if values.ndim != 3:
-        raise ValueError(
-            f"the logits of a lens are [layer, pos, d_vocab], of one prompt; the shape is {list(logits.shape)}"
-        )
-    return values
+    return of_one_prompt(checked(logits, "the logits"), 3, "the logits of a lens are [layer, pos, d_vocab]")
 
 
 def _layers(rows: Sequence[str] | None, n: int) -> list[str]:

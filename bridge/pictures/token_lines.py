@@ -10,16 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from bridge.pictures.labels import lookup, token_labels, wide
-from bridge.pictures.picture import Picture
-from bridge.pictures.style import (
-    colour,
-    colour_bar,
-    configuration,
-    dark_parameter,
-    diverging,
-    ink_on,
-    sequential,
-)
+from bridge.pictures.picture import Picture, finished, rows_chart
+from bridge.pictures.style import colour, colour_bar, diverging, ink_on, sequential
 from bridge.pictures.values import checked, compact, limit, names_for, without_batch
 
 #: The pixels of a character and of a line.
@@ -71,8 +63,7 @@ def tokens(
     shade = alt.Color("v:Q", scale=scale, legend=colour_bar(scale, measure))
     cells = text.cells(base).encode(color=shade, tooltip=tooltip)
     words = text.words(base).encode(color=ink_on(f"datum.v / {domain[-1]}", signed=domain[0] < 0))
-    chart = (cells + words).properties(title=title, width=_WIDE, height=text.high, config=configuration())
-    return Picture(chart.add_params(dark_parameter()), title)
+    return finished(cells + words, title, width=_WIDE, height=text.high)
 
 
 def attention_text(
@@ -115,7 +106,7 @@ def attention_text(
     switched = alt.selection_point(name="switched", fields=["p"], on="click", toggle="true", clear=False, value=all_on)
     at = f"(isValid(pointed.p) && isValid(pointed.p[0]) ? pointed.p[0] : {n - 1})"
     weights = (
-        alt.Chart(alt.Data(values=compact(table)))  # type: ignore[arg-type]
+        rows_chart(compact(table))
         .transform_window(n="row_number()")
         .transform_calculate(
             h=f"floor((datum.n - 1) / {n * n})", q=f"floor((datum.n - 1) / {n}) % {n}", p=f"(datum.n - 1) % {n}"
@@ -143,15 +134,14 @@ def attention_text(
         frame.add_params(pointed),
     ).properties(width=_WIDE, height=text.high)
     told = alt.Title(title, subtitle="point at a token; click a head to switch it off or on")
-    chart = alt.vconcat(lines, _switches(names, switched), spacing=10).properties(title=told, config=configuration())
-    return Picture(chart.add_params(dark_parameter()), title)
+    return finished(alt.vconcat(lines, _switches(names, switched), spacing=10), told)
 
 
 def _switches(names: Sequence[str], switched: alt.Parameter) -> alt.LayerChart | alt.FacetChart:
     """A box for each head, filled while it is on."""
     text = _Text([f" {name} " for name in names])
     rows = [{"name": name, **row} for name, row in zip(names, text.rows, strict=True)]
-    base = alt.Chart(alt.Data(values=rows))  # type: ignore[arg-type]
+    base = rows_chart(rows)
     boxes = text.cells(base).encode(
         fill=alt.condition(_ON.format("p"), alt.value(colour("line")), alt.value(colour("ground"))),
         stroke=alt.value(colour("ink")),
@@ -192,7 +182,7 @@ class _Text:
     def chart(self, **columns: Sequence[Any]) -> alt.Chart:
         """A row for each word, with more columns."""
         rows = [row | {name: column[i] for name, column in columns.items()} for i, row in enumerate(self.rows)]
-        return alt.Chart(alt.Data(values=rows))  # type: ignore[arg-type]
+        return rows_chart(rows)
 
     def cells(self, base: alt.Chart) -> alt.Chart:
         """A rectangle behind each word."""

@@ -77,6 +77,29 @@ def without_batch(values: Tensor, ndim: int, what: str) -> Tensor:
     )
 
 
+def of_one_prompt(values: Tensor, ndim: int, what: str) -> Tensor:
+    """The values of components in one prompt.
+
+    Args:
+        values: with or without a batch axis of one after the first.
+        ndim: how many axes there are without it.
+        what: what they are, with their axes, for errors.
+
+    Raises:
+        ValueError: other axes, or a batch of several.
+
+    Example:
+        >>> import torch
+        >>> from bridge.pictures.values import of_one_prompt
+        >>> of_one_prompt(torch.ones(5, 1, 3), 2, "attributions are [component, pos]").shape
+        torch.Size([5, 3])
+    """
+    kept = values.squeeze(1) if values.ndim == ndim + 1 else values
+    if kept.ndim != ndim:
+        raise ValueError(f"{what}, of one prompt; the shape is {list(values.shape)}")
+    return kept
+
+
 def compact(values: Tensor, digits: int = 3) -> list[float | None]:
     """The values in order, rounded to some digits; None for what is not finite.
 

@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable, Mapping
 
 from torch import Tensor
-from torch._dynamo import config as dynamo_config
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -15,16 +14,6 @@ from adapters.views import Kwargs
 
 #: What runs a program: tokens, the declared inputs, the model's further arguments.
 Run = Callable[[Tensor | None, Mapping[str, Tensor], Kwargs], Kwargs]
-
-
-def with_row_counts(run: Run) -> Run:
-    """A compiled run in which numbers of rows depend on the values: torch compiles that where it is told to."""
-
-    def run_so(input_ids: Tensor | None, inputs: Mapping[str, Tensor], given: Kwargs) -> Kwargs:
-        with dynamo_config.patch(capture_dynamic_output_shape_ops=True):
-            return run(input_ids, inputs, given)
-
-    return run_so
 
 
 def generating(model: PreTrainedModel, run: Run, inputs: Mapping[str, Tensor]) -> PreTrainedModel:

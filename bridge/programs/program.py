@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +17,12 @@ from adapters.views import Kwargs
 from bridge import export as exporting
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import suggestion
-from bridge.programs.generation import Run, generating, with_row_counts
+from bridge.programs.compiled import CompiledRun
+from bridge.programs.generation import Run, generating
 from bridge.programs.inputs import checked_inputs, declared_inputs
 from bridge.programs.lower import Lowered, lower
 from bridge.programs.program_pass import AnyFunction, ProgramPass
+from bridge.programs.shells import written
 from bridge.run.model_inputs import places_among_tokens, places_of
 from bridge.run.protocol import RunnableBridge
 from bridge.taps.attention import AttentionWatch
@@ -64,10 +64,11 @@ class Program(nn.Module):
         super().__init__()
         known = accepted_arguments(type(bridge.core).forward)
         self.inputs = declared_inputs(inputs, known)
-        self._lowered: Lowered = lower(bridge, capture, interventions, tuple(self.inputs))
-        self.model = self._lowered.model
+        self.lowered: Lowered = lower(bridge, capture, interventions, tuple(self.inputs))
+        self.model = self.lowered.model
+        self._wiring = bridge.wiring
         self._config, self._class = bridge.core.config, type(bridge.core)
-        self.captured = tuple([step.hook.name for step in self._lowered.steps if step.captured])
+        self.captured = tuple([step.hook.name for step in self.lowered.steps if step.captured])
         self.compiled = False
         self.training = self.model.training
         self._known = known
@@ -76,10 +77,14 @@ class Program(nn.Module):
         self._caches = "use_cache" in known
         self._max_length = bridge.cfg.n_ctx
         self._has_decoder = bool(self._config.is_encoder_decoder)
+        paths = () if self._has_decoder else bridge.block_paths  # T5's hand on what they are given, which torch refuses
+        self._blocks = [
+            self.model.get_submodule(path.removeprefix(written(bridge.original_model)[1])) for path in paths
+        ]
         self._starts_with = getattr(self._config, "decoder_start_token_id", None) if self._has_decoder else 0
-        self._chooses = self._lowered.chooses_tokens
+        self._chooses = self.lowered.chooses_tokens
         self._run: Run = self.run_lowered
-        unused = [name for name in self.inputs if name not in self._lowered.taken]
+        unused = [name for name in self.inputs if name not in self.lowered.taken]
         if unused:
             raise ValueError(
                 f"no function of the interventions takes the input {', '.join(map(repr, unused))}: a function is given "
@@ -89,12 +94,12 @@ class Program(nn.Module):
     @property
     def changed(self) -> tuple[str, ...]:
         """The names of the hook points with interventions."""
-        return tuple([step.hook.name for step in self._lowered.steps if step.changes])
+        return tuple([step.hook.name for step in self.lowered.steps if step.changes])
 
     @property
     def axes(self) -> dict[str, str]:
         """The axes of the captured activations, by name."""
-        return {step.hook.name: step.hook.point.axes for step in self._lowered.steps if step.captured}
+        return {step.hook.name: step.hook.point.axes for step in self.lowered.steps if step.captured}
 
     @property
     def core(self) -> PreTrainedModel:
@@ -106,11 +111,11 @@ class Program(nn.Module):
     @property
     def one_by_one(self) -> bool:
         """Experts are computed one after the other, with numbers of rows that depend on the values."""
-        return self._lowered.one_by_one
+        return self.lowered.one_by_one
 
     def attention_under_way(self) -> AttentionWatch | None:
         """What sees the attention that a tapped module is computing now, in this thread."""
-        found: AttentionWatch | None = getattr(self._lowered.here, "attention", None)
+        found: AttentionWatch | None = getattr(self.lowered.here, "attention", None)
         return found
 
     @property
@@ -165,11 +170,27 @@ class Program(nn.Module):
         inputs = {name: given.pop(name) for name in self.inputs if name in given}
         checked = checked_inputs(self.inputs, inputs)
         self._check(input_ids, given)
-        if not hasattr(self._lowered.here, "program_pass"):
-            self._lowered.here.program_pass = (
+        if not hasattr(self.lowered.here, "program_pass"):
+            self.lowered.here.program_pass = (
                 None  # else compiled code would be made once more for each thread's first call
             )
-        return self._run(input_ids, checked, given)
+        return self._run(input_ids, checked, self._with_mask(input_ids, given) if self.compiled else given)
+
+    def _with_mask(self, input_ids: Tensor | None, given: Kwargs) -> Kwargs:
+        """The arguments of compiled code, with a mask of ones where none is given: it is the same code then.
+
+        Without a mask, transformers would look in it for several sequences in one row, by the `position_ids`.
+        """
+        tokens = given.get("inputs_embeds") if input_ids is None else input_ids
+        if (
+            tokens is None
+            or "attention_mask" not in self._known
+            or any(given.get(name) is not None for name in ("attention_mask", "position_ids", "past_key_values"))
+            or self._counted.padding is not None  # then the model itself looks for padding among the tokens
+            or self._config._attn_implementation not in ("sdpa", "eager")
+        ):
+            return given
+        return {**given, "attention_mask": torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)}
 
     def run_lowered(self, input_ids: Tensor | None, inputs: Mapping[str, Tensor], given: Kwargs) -> Kwargs:
         """The run itself, which is what is compiled and exported.
@@ -180,10 +201,10 @@ class Program(nn.Module):
             given: further arguments of the model.
         """
         arguments = self._arguments(input_ids, given)
-        here = self._lowered.here
+        here = self.lowered.here
         outer = getattr(here, "program_pass", None)
         program_pass = ProgramPass(inputs)
-        self._lowered.take_embeddings(program_pass, arguments)
+        self.lowered.take_embeddings(program_pass, arguments)
         here.program_pass = program_pass
         try:
             output = self.model(**arguments)
@@ -284,18 +305,22 @@ class Program(nn.Module):
             raise ValueError(
                 "a program around a PEFT model cannot generate: merge its weights first, merge_and_unload()"
             )
-        if not hasattr(self._lowered.here, "program_pass"):
-            self._lowered.here.program_pass = None
+        if not hasattr(self.lowered.here, "program_pass"):
+            self.lowered.here.program_pass = None
         return generating(self.core, self._run, checked_inputs(self.inputs, inputs))
 
     def compile(self, **options: Any) -> Program:  # type: ignore[override]
         """The same program, through `torch.compile`: one graph, for any number of rows and positions.
 
+        Tensors that its functions keep are inputs of the graph: other values, and other functions of the same code in
+        another program of this bridge, are not compiled again. One position is a graph of its own.
+
         Args:
-            options: of `torch.compile`; ``fullgraph=True`` and ``dynamic=True`` unless they say otherwise.
+            options: of `torch.compile`; ``fullgraph=True`` unless they say otherwise.
 
         Returns:
-            Another program around the same module objects. Its first call compiles.
+            Another program around the same module objects, which stay as they are from then on. Its first call
+            compiles.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -308,8 +333,7 @@ class Program(nn.Module):
         other.__dict__ = self.__dict__.copy()
         other.__dict__["_modules"] = dict(self._modules)
         other.compiled = True
-        made = torch.compile(_with_code_of_its_own(other), **{"fullgraph": True, "dynamic": True, **options})
-        other._run = with_row_counts(made) if self.one_by_one else made
+        other._run = CompiledRun(other, self._wiring, self._blocks, options)
         return other
 
     def export(
@@ -376,18 +400,3 @@ class Program(nn.Module):
         return exporting.export.export_for_generation(
             self, example, format, dynamic, path, generation_config, multi_token_decode, options
         )
-
-
-def _with_code_of_its_own(program: Program) -> Callable[..., Any]:
-    """`Program.run_lowered` with a code object of its own: torch counts what it compiles for each, up to a limit."""
-    function = inspect.unwrap(Program.run_lowered)
-    assert isinstance(function, types.FunctionType)
-    copied = types.FunctionType(
-        function.__code__.replace(),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    copied.__kwdefaults__ = function.__kwdefaults__
-    return types.MethodType(copied, program)

@@ -16,7 +16,7 @@ from bridge.wiring.boundary import strip
 from bridge.wiring.compiled import ForcedEager
 
 #: The dictionaries of torch hooks, of which a shell has copies.
-_HOOKS = (
+HOOKS = (
     "_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
 )  # fmt: skip
@@ -44,7 +44,7 @@ def shell_of(model: nn.Module) -> nn.Module:
                 fields[name] = {
                     key: None if child is None else shells[id(child)] for key, child in shell._modules.items()
                 }
-            elif name in _HOOKS:
+            elif name in HOOKS:
                 fields[name] = value.copy()
             else:
                 fields[name] = _with_shells(value, shells)

@@ -65,6 +65,8 @@ def picked_positions(x: Tensor | Deferred, pos_slice: PosSlice, hook: HookPoint)
     if axis is None or pos_slice is None:
         return x
     length = x.shape[axis]
+    if type(pos_slice) is int and -length <= pos_slice < length:  # at once: hundreds of times in one run
+        return x.narrow(axis, pos_slice % length, 1).clone()
     index = _index(pos_slice, length, hook, x.device)
     if isinstance(index, Tensor):
         return x.index_select(axis, index)

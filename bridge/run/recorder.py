@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Listener, Scope
 from bridge.hooks.shapes import BatchAxisError
 from bridge.run.positions import PosSlice, check_pos_slice, picked_positions
+from bridge.wiring.reading_plan import Place
 from bridge.wiring.wiring import Wiring
 
 #: For views that do not look at the call.
@@ -86,40 +87,33 @@ class Recorder:
         self.values[hook.name] = act.detach() if act.requires_grad else act
         self._versions.append((hook.name, act, act._version))
 
-    def _keep_all(
-        self, points: tuple[HookPoint, ...], x: Tensor, module: nn.Module, args: Args, kwargs: Kwargs
-    ) -> None:
+    def _keep_all(self, place: Place, x: Tensor, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Keeps what the points at a place see, where nobody changes anything: hundreds of times in one run."""
-        call, inference = _NO_CALL, x.is_inference()
-        if x.requires_grad:
-            x = x.detach()
-        for point in points:
-            view = point.view
-            if view.identity and not inference:
-                self.values[point.name] = x
-                self._versions.append((point.name, x, x._version))
-                continue
-            if view.contextual and call is _NO_CALL:
-                call = Call(module, args, kwargs).without_graph()
-            can_wait = (view.deferrable or not view.contextual) and not view.at_once
-            if self.everything and can_wait and not inference:
-                self.values[point.name] = Deferred(view, x, call)
-            else:
-                with torch.no_grad():
-                    self._keep(view.get(x, call), point)
-
-    def _read_all(
-        self, points: tuple[HookPoint, ...], x: Tensor, module: nn.Module, args: Args, kwargs: Kwargs
-    ) -> None:
-        """As `_keep_all`, of what is kept in part or elsewhere."""
-        call = _NO_CALL
         x = x.detach() if x.requires_grad else x
-        with torch.no_grad():
-            for point in points:
-                view = point.view
-                if view.contextual and call is _NO_CALL:
-                    call = Call(module, args, kwargs)
-                self._read(x if view.identity else view.get(x, call), point)
+        values, now = self.values, place.points
+        if not (inference := x.is_inference()):  # else nothing counts what is written to it later
+            for name in place.names:
+                values[name] = x
+                self._versions.append((name, x, x._version))
+            now = place.at_once if self.everything else place.views
+            if not place.views:
+                return
+        call = Call(module, args, kwargs).without_graph() if place.contextual else _NO_CALL
+        if self.everything and not inference:
+            for name, view in place.waiting:
+                values[name] = Deferred(view, x, call)
+        if now:
+            with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+                for point in now:
+                    self._keep(point.view.get(x, call), point)
+
+    def _read_all(self, place: Place, x: Tensor, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        """As `_keep_all`, of what is kept in part or elsewhere."""
+        call = Call(module, args, kwargs) if place.contextual else _NO_CALL
+        x = x.detach() if x.requires_grad else x
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+            for point in place.points:
+                self._read(x if point.view.identity else point.view.get(x, call), point)
 
     def _keep_compact(self, act: Tensor | Deferred, hook: HookPoint) -> None:
         """Keeps an activation, and nothing larger that it could be computed from."""

@@ -9,7 +9,7 @@ Kernels that are no torch functions are reached through transformers' `Attention
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +20,7 @@ from transformers import Cache
 
 from adapters.gathering import Cut
 from adapters.observe.functions import FLAT_PRODUCT, PRODUCTS, SOFTMAXES
-from adapters.observe.softmaxes import SoftmaxByHand
+from adapters.observe.softmaxes import STEPS, SoftmaxByHand, may_be_step
 from adapters.offloaded import materialized
 from adapters.views import Args, Call, Kwargs
 from adapters.views.kernel_arguments import KernelArguments
@@ -32,6 +32,8 @@ from bridge.taps.tap import RunCall, Tap, TappedCall, Watch, noop_hook
 
 _PRODUCT = ("q", "k")
 _INSIDE = ("scores", "pattern")
+#: What attention is recognised by: all other functions of a module go by.
+_LOOKED_AT: set[Any] = {scaled_dot_product_attention, *SOFTMAXES, *PRODUCTS, FLAT_PRODUCT, *STEPS}
 
 
 class AttentionTap(Tap):
@@ -54,7 +56,8 @@ class AttentionTap(Tap):
                 with watched_kernel(self.module, watch, watch.before_opaque):
                     output = self.original(*args, **kwargs)
             finally:
-                self._leave_kernel()  # the last hook may have been removed meanwhile
+                if not (self.points or self.opened):  # the last hook was removed meanwhile
+                    self._kernel.uninstall()
         else:
             with watch:
                 output = self.original(*args, **kwargs)
@@ -63,20 +66,16 @@ class AttentionTap(Tap):
 
     def _install(self) -> None:
         super()._install()
-        if self._slow is None and isinstance(self.module, nn.MultiheadAttention):
+        if isinstance(self.module, nn.MultiheadAttention):
             # torch's encoder layer calls no module of a layer in which none has hooks.
             self._slow = self.module.register_forward_hook(noop_hook)
 
     def _uninstall(self) -> None:
         super()._uninstall()
-        self._leave_kernel()
-        if self._slow is not None and not (self.points or self.opened):
+        self._kernel.uninstall()
+        if self._slow is not None:
             self._slow.remove()
             self._slow = None
-
-    def _leave_kernel(self) -> None:
-        if not (self.points or self.opened):
-            self._kernel.uninstall()
 
 
 class ObservedAttentionCall(TappedCall, Protocol):
@@ -95,13 +94,14 @@ class AttentionWatch(Watch):
     """
 
     shown: ObservedAttentionCall
+    looked_at: Collection[Callable[..., Any]] | None = _LOOKED_AT
 
     def __init__(self, shown: ObservedAttentionCall, kernel_alone: bool = False) -> None:
         super().__init__(shown)
         self._kernel_alone = kernel_alone
         self._products_seen = self._inside_seen = False
         self._begun = False  # a softmax by hand was given the scores
-        self._by_hand = SoftmaxByHand()
+        self._by_hand: SoftmaxByHand | None = None
         self._went_by = False  # a kernel, or a softmax, while nobody listened
 
     @property
@@ -125,7 +125,8 @@ class AttentionWatch(Watch):
             return func(*args, **kwargs)
         if func in SOFTMAXES and self._inside:
             return self._softmax(func, args, kwargs)
-        if self._by_hand.takes(func, args) and (self._inside or self._begun):
+        if may_be_step(func, args) and (self._inside or self._begun):
+            self._by_hand = self._by_hand or SoftmaxByHand()
             return self._by_hand.step(func, args, kwargs, self._begins, self._ends)
         if func in PRODUCTS and _are_heads(args) and self._products:
             query, key = self._rotated(args[0], args[1].transpose(-1, -2))
@@ -263,24 +264,25 @@ class _CallInRun(RunCall):
         """Whether nobody changes scores or pattern; those who look are then given what will compute them, or these
         where it cannot wait.
         """
-        points = self.active_points(_INSIDE)
-        for point in points:
-            if point.sources or any(listener.kind != "read" for listener in point.visible_listeners()):
+        listening = [(point, point.visible_listeners()) for point in self.active_points(_INSIDE)]
+        for point, mine in listening:
+            if point.sources or any(listener.kind != "read" for listener in mine):
                 return False
         # With autocast the precision is chosen by the run: it cannot be left to a later time. Keys of more than these
         # queries are a past: they take more room than the scores, and later runs may write into them.
         attention = self._whole(attention)
         given = (*self.call.args, *self.call.kwargs.values())
-        fixed = any(isinstance(x, Cache) and x.is_compileable for x in given)  # its keys are written over
+        fixed = True in [x.is_compileable for x in given if isinstance(x, Cache)]  # its keys are written over
         waits = not (attention.has_past or fixed or autocasts(attention.query.device.type))
         attention, call = attention.kept(), self.call.without_graph()
         scores: Tensor | None = None
-        for point in points:
+        seen = attention.versions()
+        for point, mine in listening:
             channel = str(point.point.site.key)
-            for listener in point.visible_listeners():
+            for listener in mine:
                 by_row = point.view.identity or point.view.by_row
                 if (waits and listener.deferrable) or (listener.partial and by_row):
-                    listener.fn(DeferredAttention(point.view, attention, channel, call, waits), hook=point)
+                    listener.fn(DeferredAttention(point.view, attention, channel, call, seen, waits), hook=point)
                     continue
                 with torch.no_grad():
                     scores = attention.scores() if scores is None else scores

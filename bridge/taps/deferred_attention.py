@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,14 +24,17 @@ class DeferredAttention(Deferred):
         attention: the call of the kernel.
         channel: ``scores`` or ``pattern``.
         call: as the view sees it.
+        seen: the versions of what it is computed from.
         waits: it can be computed after the run, whose precision `torch.autocast` did not choose.
     """
 
     __slots__ = ("_waits", "attention", "channel")
 
-    def __init__(self, view: View, attention: AttentionCall, channel: str, call: Call, waits: bool = True) -> None:
+    def __init__(
+        self, view: View, attention: AttentionCall, channel: str, call: Call, seen: tuple[int, ...], waits: bool
+    ) -> None:
         self.view, self.x, self.attention, self.channel, self.call = view, attention.query, attention, channel, call
-        self._seen, self._waits = attention.versions(), waits
+        self._seen, self._waits = seen, waits
 
     @property
     def n_rows(self) -> int:
@@ -48,7 +50,7 @@ class DeferredAttention(Deferred):
 
     def _at_site(self, rows: slice | Tensor | None) -> Tensor:
         device = self.x.device.type
-        attention = self.attention if rows is None else replace(self.attention, chosen=rows)
+        attention = self.attention if rows is None else self.attention.of_queries(rows)
         with torch.autocast(device, enabled=False) if self._waits and autocasts(device) else nullcontext():
             scores = attention.scores()
             return scores if self.channel == "scores" else attention.pattern(scores, over=True)

@@ -38,10 +38,16 @@ def implementation_of(module: nn.Module) -> str | None:
 
 @functools.cache
 def is_looked_up(forward: Callable[..., object], implementation: str | None) -> bool:
-    """Whether the forward of a class of modules finds the function of an implementation in `AttentionInterface`."""
-    code = getattr(inspect.unwrap(forward), "__code__", None)
+    """Whether the forward of a class of modules finds the function of an implementation in `AttentionInterface`.
+
+    Not where it looks in one of its own (Doge).
+    """
+    function = inspect.unwrap(forward)
+    code = getattr(function, "__code__", None)
     names: tuple[str, ...] = () if code is None else code.co_names
-    return "ALL_ATTENTION_FUNCTIONS" in names and implementation not in (None, "eager")
+    looks = "ALL_ATTENTION_FUNCTIONS" in names and implementation not in (None, "eager")
+    found = getattr(function, "__globals__", {}).get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
+    return looks and found is ALL_ATTENTION_FUNCTIONS
 
 
 def is_opaque(implementation: str) -> bool:
@@ -93,9 +99,10 @@ class KernelTap:
 
     def uninstall(self) -> None:
         """Lets go of it."""
-        with LOCK:
-            self._kernel = None
-            self._uninstall()
+        if self._kernel is not None:
+            with LOCK:
+                self._kernel = None
+                self._uninstall()
 
 
 def watched_kernel(module: nn.Module, watch: TorchFunctionMode, before: BeforeKernel) -> AbstractContextManager[None]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, MutableMapping
 from contextvars import ContextVar
 from typing import Any, Self
 
@@ -35,6 +34,7 @@ class PatchedFunction:
     def __init__(self, namespace: MutableMapping[str, Any], name: str) -> None:
         self.namespace, self.name = namespace, name
         self.users = 0
+        self._uses: dict[int, weakref.ref[object]] = {}
         self._own: Callable[..., Any] = namespace[name]
         functools.update_wrapper(self, self._own)
 
@@ -67,20 +67,36 @@ class PatchedFunction:
 
     def uninstalled_with(self, holder: object) -> Callable[[], object]:
         """What leaves it: when it is called, or when what needs it is gone, whichever is first."""
-        leave = weakref.finalize(holder, self.uninstall)
-        leave.atexit = False
-        return leave
+        use = weakref.ref(holder, self._leave)  # `weakref.finalize` would take longer, in each layer of every run
+        self._uses[id(use)] = use
+        return functools.partial(self._leave, use)
+
+    def _leave(self, use: weakref.ref[object]) -> None:
+        with LOCK:
+            if self._uses.pop(id(use), None) is not None:
+                self.uninstall()
 
     def restore(self) -> None:
         """Puts back what was there."""
         self.namespace[self.name] = self._own
 
 
-@contextmanager
-def calling_instead(instead: Instead) -> Iterator[None]:
-    """Calls something else in place of the patched functions, inside a ``with`` statement."""
-    token = _INSTEAD.set(instead)
-    try:
-        yield
-    finally:
-        _INSTEAD.reset(token)
+class calling_instead:
+    """Calls something else in place of the patched functions, inside a ``with`` statement.
+
+    A generator would take longer, in each layer of every run.
+
+    Args:
+        instead: what is called.
+    """
+
+    __slots__ = ("_instead", "_token")
+
+    def __init__(self, instead: Instead) -> None:
+        self._instead = instead
+
+    def __enter__(self) -> None:
+        self._token = _INSTEAD.set(self._instead)
+
+    def __exit__(self, *error: object) -> None:
+        _INSTEAD.reset(self._token)

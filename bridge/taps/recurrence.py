@@ -29,18 +29,14 @@ class RecurrenceTap(Tap):
         self._uninstalling: list[Callable[[], object]] = []
 
     def _install(self) -> None:
-        if not (self.points or self.opened):
-            names = functions_of(self.module)
-            self._uninstalling = [
-                PatchedFunction.install(self.namespace, name).uninstalled_with(self) for name in names
-            ]
+        names = functions_of(self.module)
+        self._uninstalling = [PatchedFunction.install(self.namespace, name).uninstalled_with(self) for name in names]
         super()._install()
 
     def _uninstall(self) -> None:
         super()._uninstall()
-        if not (self.points or self.opened):
-            while self._uninstalling:
-                self._uninstalling.pop()()
+        while self._uninstalling:
+            self._uninstalling.pop()()
 
     def watched(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward when somebody listens."""

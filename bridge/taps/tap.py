@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, cast
 
@@ -67,7 +67,8 @@ class Tap(InForwardsPlace):
 
     def connect(self, channel: str, point: HookPoint) -> None:
         """Adds a hook point; the first one puts the tap before the module's forward."""
-        self._install()
+        if not (self.points or self.opened):
+            self._install()
         self.points[channel] = (*self.points.get(channel, ()), point)
 
     def disconnect(self, channel: str, point: HookPoint) -> None:
@@ -75,38 +76,39 @@ class Tap(InForwardsPlace):
         left = tuple([p for p in self.points[channel] if p is not point])
         if left:
             self.points[channel] = left
-        else:
-            del self.points[channel]
-        self._uninstall()
+            return
+        del self.points[channel]
+        if not (self.points or self.opened):
+            self._uninstall()
 
     def open(self, scope: Scope) -> None:
         """Watches the module for a scope that may begin to listen while it runs."""
-        self._install()
+        if not (self.points or self.opened):
+            self._install()
         self.opened = (*self.opened, scope)
 
     def close(self, scope: Scope) -> None:
         """The reverse of `open`."""
-        self.opened = tuple([other for other in self.opened if other is not scope])
-        self._uninstall()
+        left = tuple([other for other in self.opened if other is not scope])
+        gone, self.opened = left != self.opened, left
+        if gone and not (self.points or self.opened):
+            self._uninstall()
 
     def _install(self) -> None:
-        """Puts the tap before the module's forward, if it is not there."""
-        if not (self.points or self.opened):
-            self.own: Callable[..., Any] | None = self.module.__dict__.get("forward")
-            self.original: Callable[..., Any] = self.module.forward
-            # Past `nn.Module.__setattr__`, which looks for parameters in everything.
-            self.module.__dict__["forward"] = self
+        """Puts the tap before the module's forward, for the first who needs it."""
+        self.own: Callable[..., Any] | None = self.module.__dict__.get("forward")
+        self.original: Callable[..., Any] = self.module.forward
+        # Past `nn.Module.__setattr__`, which looks for parameters in everything.
+        self.module.__dict__["forward"] = self
 
     def _uninstall(self) -> None:
-        """Takes the tap away, if nobody needs it."""
-        if not (self.points or self.opened):
-            if (above := self._above()) is not None:
-                above.own, above.original = self.own, self.original
-                return
-            if self.own is None:
-                del self.module.__dict__["forward"]
-            else:
-                self.module.__dict__["forward"] = self.own
+        """Takes the tap away, with the last who needs it."""
+        if (above := self._above()) is not None:
+            above.own, above.original = self.own, self.original
+        elif self.own is None:
+            del self.module.__dict__["forward"]
+        else:
+            self.module.__dict__["forward"] = self.own
 
     def _above(self) -> Tap | None:
         """The tap of another kind that wraps this one."""
@@ -120,17 +122,16 @@ class Tap(InForwardsPlace):
     def active_points(self, channels: Sequence[str]) -> list[HookPoint]:
         """The hook points on these channels to which the present code listens."""
         context = CURRENT.get()
-        start = None if context.run is None else context.run.start_at
+        start, visible = None if context.run is None else context.run.start_at, context.visible
         found = []
         for channel in channels:
             for point in self.points.get(channel, ()):
                 if start is not None and point.point.depth < start:
                     continue
-                if "@" in point.point.site.path and not self._is_under_way(point):
-                    continue
                 for listener in point.listeners:
-                    if listener.scope in context.visible:
-                        found.append(point)
+                    if listener.scope in visible:
+                        if "@" not in point.point.site.path or self._is_under_way(point):
+                            found.append(point)
                         break
         return found
 
@@ -141,7 +142,7 @@ class Tap(InForwardsPlace):
 
     def show(self, channel: str, x: Tensor, call: Call) -> Tensor:
         """Shows a tensor to the hook points of a channel, and returns what they make of it."""
-        cut = self.cuts.get(channel)
+        cut = self.cuts.get(channel) if self.cuts else None
         if cut is None:
             return self._shown(channel, x, call)
         points = self.active_points((channel,))
@@ -158,9 +159,13 @@ class Tap(InForwardsPlace):
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """The module's forward while the tap is there."""
-        if not (self.active_points(tuple(self.points)) or (self.opened and self._is_opened())):
-            return self.original(*args, **kwargs)
-        return self.watched(*args, **kwargs)
+        if self._is_heard() or (self.opened and self._is_opened()):
+            return self.watched(*args, **kwargs)
+        return self.original(*args, **kwargs)
+
+    def _is_heard(self) -> bool:
+        """Whether anyone listens to anything here."""
+        return any(self.active_points((channel,)) for channel in tuple(self.points))  # others may come meanwhile
 
     def _is_opened(self) -> bool:
         visible = CURRENT.get().visible
@@ -246,6 +251,9 @@ class Watch(TorchFunctionMode):
         shown: the call of the module.
     """
 
+    #: The functions that `call` does something about; None: it is asked about all.
+    looked_at: Collection[Callable[..., Any]] | None = None
+
     def __init__(self, shown: TappedCall) -> None:
         super().__init__()
         self.shown = shown
@@ -256,7 +264,7 @@ class Watch(TorchFunctionMode):
         kwargs = {} if kwargs is None else kwargs
         if func is Tensor.unflatten:  # torch.compile cannot call this one as a function
             return cast(Tensor, args[0]).unflatten(*args[1:], **kwargs)
-        if self.shown.in_user_function:
+        if (self.looked_at is not None and func not in self.looked_at) or self.shown.in_user_function:
             return func(*args, **kwargs)
         return self.call(func, args, kwargs)
 

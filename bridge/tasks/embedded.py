@@ -8,7 +8,7 @@ from collections import defaultdict
 from bridge.bridge import TransformerBridge
 from bridge.embedded import Prompt, prompts
 from bridge.embedded.facts import FACTS
-from bridge.hooks.arguments import refuse_wrong_types
+from bridge.hooks.arguments import check_positive, refuse_wrong_types
 from bridge.tasks.encoder import Encoder
 from bridge.tasks.pairs import Pairs, Row, paired
 
@@ -40,8 +40,7 @@ def embedded_pairs(bridge: TransformerBridge, kind: str, n: int, seed: int = 0) 
         >>> len({*pairs.clean.flatten().tolist()}) > 4
         True
     """
-    if n < 1:
-        raise ValueError(f"n is {n}; it must be 1 or more")
+    check_positive("n", n)
     encoder = Encoder(bridge)
     by_length: dict[int, list[Row]] = defaultdict(list)
     drawn = 0

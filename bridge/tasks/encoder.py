@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -50,6 +52,17 @@ class Encoder:
             single = len(ids) == 1 and ids[0] != unknown and self.text(ids[0]).strip() == text.strip()
             self._words[text] = ids[0] if single else None
         return self._words[text]
+
+    def words(self, what: str, candidates: Sequence[str], least: int) -> list[str]:
+        """Those of some words that are one known token, with a space in front of them.
+
+        Raises:
+            ValueError: there are fewer than `least`.
+        """
+        known = [word for word in candidates if self.word(f" {word}") is not None]
+        if len(known) < least:
+            raise ValueError(f"only {len(known)} of the {what} are one token for this tokenizer; {least} are needed")
+        return known
 
     def text(self, token: int) -> str:
         """The text of one token."""

@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from bridge.hooks.arguments import refuse_wrong_types
+from bridge.hooks.arguments import check_positive, refuse_wrong_types
 from bridge.tasks.encoder import Encoder, Source
 from bridge.tasks.pairs import NumberPairs
 
@@ -32,8 +32,7 @@ def greater_than(source: Source, n: int, seed: int = 0, prepend_bos: bool | None
     Raises:
         ValueError: the tokenizer has no such numbers, or fewer prompts than asked for.
     """
-    if n < 1:
-        raise ValueError(f"n is {n}; it must be 1 or more")
+    check_positive("n", n)
     encoder = Encoder(source, prepend_bos)
     rows: list[tuple[list[int], list[int], int, tuple[str, str]]] = []
     places = [(noun, century, year) for noun in NOUNS for century in range(11, 19) for year in range(2, 99)]

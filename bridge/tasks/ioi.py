@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from bridge.hooks.arguments import refuse_wrong_types
+from bridge.hooks.arguments import check_choice, check_positive, refuse_wrong_types
 from bridge.tasks.encoder import Encoder, Source
 from bridge.tasks.pairs import Pairs, Row, paired
 
@@ -53,17 +53,11 @@ def ioi(source: Source, n: int, seed: int = 0, corruption: str = "swap", prepend
         >>> pairs.clean.shape == pairs.corrupted.shape, len(pairs)
         (True, 8)
     """
-    if corruption not in ("swap", "other"):
-        raise ValueError(f'corruption is {corruption!r}; it must be "swap" or "other"')
-    if n < 1:
-        raise ValueError(f"n is {n}; it must be 1 or more")
+    check_choice("corruption", corruption, ("swap", "other"))
+    check_positive("n", n)
     encoder = Encoder(source, prepend_bos)
-    names, places, things = (
-        [word for word in words if encoder.word(f" {word}") is not None] for words in (NAMES, PLACES, OBJECTS)
-    )
-    for what, words, least in (("names", names, 3), ("places", places, 1), ("objects", things, 1)):
-        if len(words) < least:
-            raise ValueError(f"only {len(words)} of the {what} are one token for this tokenizer; {least} are needed")
+    names = encoder.words("names", NAMES, 3)
+    places, things = encoder.words("places", PLACES, 1), encoder.words("objects", OBJECTS, 1)
     templates = _of_one_length(encoder, names, places, things)
     most = len(templates) * len(places) * len(things) * len(names) * (len(names) - 1) * 2
     if n > most // 2:  # all of them would take long to meet by chance

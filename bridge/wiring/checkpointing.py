@@ -50,14 +50,16 @@ class CheckpointedBlocks:
     """
 
     def __init__(self, modules: Sequence[Finder], attaches: AttachesScopes | None = None) -> None:
-        self._modules = modules
+        #: By the path that leads to several of them: to find each anew from the model took longer than a hook.
+        self._inside: dict[str, list[Finder]] = {}
+        for finder in modules:
+            self._inside.setdefault(".".join(finder.parts[:-1]), []).append(finder)
         self._attaches = attaches
         self._prepared: list[nn.Module] = []
 
     def prepare(self) -> None:
         """Puts our function before the model's own, where checkpointing is switched on."""
-        for finder in self._modules:
-            module = finder.module
+        for finder, module in self._found():
             own = module.__dict__.get(_NAME)
             if (
                 own is None
@@ -73,6 +75,14 @@ class CheckpointedBlocks:
             assert self._attaches is not None
             module.__dict__[_NAME] = _CheckpointFunction(own, ".".join(finder.parts), self._attaches)
             self._prepared.append(module)
+
+    def _found(self) -> Iterator[tuple[Finder, nn.Module]]:
+        """The modules that stand there now."""
+        for path, finders in self._inside.items():
+            holder = Finder(finders[0].root, path).module
+            for finder in finders:
+                child = holder._modules.get(finder.parts[-1]) if finder.parts else holder
+                yield finder, finder.module if child is None else child
 
     def release(self) -> None:
         """Takes it back."""

@@ -20,61 +20,92 @@ from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Scope
 from bridge.hooks.modules import argument, element_of
 from bridge.wiring.site import SiteHook
-from bridge.wiring.torch_hooks import add_forward_hook, add_pre_hook, remove_hooks_of
-
-#: What is called with what passed a place: its hook points, the tensor, and the call: module, args, kwargs.
-Keep = Callable[[tuple[HookPoint, ...], Tensor, nn.Module, Args, Kwargs], None]
+from bridge.wiring.torch_hooks import add_forward_hook, add_pre_hook, remove_forward_hook, remove_pre_hook
 
 
-class _Place:
-    """One site that is read: its module, and the hook points that stand there."""
+class Place:
+    """One site that is read: its module, and the hook points that stand there.
 
-    __slots__ = ("before", "call", "key", "module", "points", "site")
+    Attributes:
+        points: all of them.
+        names: of those that see the site's tensor as it is.
+        views: the others: of these,
+        waiting: name and view of those that can be computed later,
+        at_once: those that cannot.
+        contextual: views look at the call.
+    """
 
-    def __init__(self, site: SiteHook, module: nn.Module, points: tuple[HookPoint, ...]) -> None:
-        self.site, self.module, self.points = site, weakref.ref(module), points
+    __slots__ = (
+        "at_once", "before", "call", "contextual", "key", "module", "names", "points", "site", "views", "waiting",
+    )  # fmt: skip
+
+    def __init__(self, site: SiteHook, module: nn.Module, points: Sequence[HookPoint]) -> None:
+        self.site, self.module = site, weakref.ref(module)
+        self.points = tuple(points)
+        self.names = tuple([point.name for point in points if point.view.identity])
+        self.views = tuple([point for point in points if not point.view.identity])
+        self.waiting = tuple([(point.name, point.view) for point in self.views if point.view.can_wait])
+        self.at_once = tuple([point for point in self.views if not point.view.can_wait])
+        self.contextual = any(point.view.contextual for point in self.views)
         self.key = site.site.key
         self.call = call_number(site.site.path)
         self.before = site.site.kind == "input"
 
 
+#: What is called with what passed a place: it, the tensor, and the call: module, args, kwargs.
+Keep = Callable[[Place, Tensor, nn.Module, Args, Kwargs], None]
+
+
+class _Reading:
+    """One run that reads: who is given what passed, and the scope that the run sees."""
+
+    __slots__ = ("keep", "scope")
+
+    def __init__(self, keep: Keep, scope: Scope | None) -> None:
+        self.keep, self.scope = keep, scope
+
+
 class ReadingHook:
-    """The torch hook at one place, for one run."""
+    """The torch hook at one place. Runs use it one after the other.
 
-    __slots__ = ("_keep", "_place", "_scope")
+    Attributes:
+        reading: the run that uses it now.
+    """
 
-    def __init__(self, place: _Place | None, keep: Keep | None, scope: Scope | None) -> None:
-        self._place, self._keep, self._scope = place, keep, scope
+    __slots__ = ("place", "reading")
+
+    def __init__(self, place: Place | None) -> None:
+        if place is not None:
+            self.place: Place = place
+        self.reading: _Reading | None = None
 
     # A copy of the model that is made meanwhile carries inert ones.
     def __reduce__(self) -> tuple[object, ...]:
-        return ReadingHook, (None, None, None)
+        return ReadingHook, (None,)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReadingHook:
-        return ReadingHook(None, None, None)
-
-    def _is_meant(self, module: nn.Module, number: int | None) -> bool:
-        context = CURRENT.get()
-        if self._scope not in context.visible:
-            return False
-        return number is None or (context.run is not None and context.run.is_call(module, number))
+        return ReadingHook(None)
 
     def on_output(self, module: nn.Module, args: Args, output: Any) -> None:
         """The forward hook."""
-        if self._place is not None and self._keep is not None and self._is_meant(module, self._place.call):
-            x = output if isinstance(output, Tensor) else element_of(output, int(self._place.key or 0))
-            self._keep(self._place.points, x, module, args, {})
+        reading, context = self.reading, CURRENT.get()
+        if reading is None or reading.scope not in context.visible:
+            return  # another thread's run, which may also have ended by now
+        place = self.place
+        if place.call is None or (context.run is not None and context.run.is_call(module, place.call)):
+            x = output if isinstance(output, Tensor) else element_of(output, int(place.key or 0))
+            reading.keep(place, x, module, args, {})
 
     def on_input(self, module: nn.Module, args: Args, kwargs: Kwargs | None = None) -> None:
         """The forward pre-hook."""
-        if self._place is not None and self._keep is not None and self._is_meant(module, self._place.call):
-            key = self._place.key
-            x = (
-                args[0]
-                if args and key is None and isinstance(args[0], Tensor)
-                else argument(module, args, kwargs or {}, key)[0]
-            )
-            self._keep(self._place.points, x, module, args, kwargs or {})
+        reading, context = self.reading, CURRENT.get()
+        if reading is None or reading.scope not in context.visible:
+            return
+        place = self.place
+        if place.call is None or (context.run is not None and context.run.is_call(module, place.call)):
+            plain = place.key is None and args and isinstance(args[0], Tensor)
+            x = args[0] if plain else argument(module, args, kwargs or {}, place.key)[0]
+            reading.keep(place, x, module, args, kwargs or {})
 
 
 class ReadingPlan:
@@ -100,36 +131,42 @@ class ReadingPlan:
                 self.others.append(point)
             else:
                 at.setdefault(site, []).append(point)
-        #: Where each module was found: in which module, under which name. A plan keeps none of them alive.
-        self._found: dict[tuple[int, str], tuple[weakref.ref[nn.Module], str, weakref.ref[nn.Module]]] = {}
+        #: The modules that led to the places, and what was in each. A plan keeps none of them alive.
+        self._holders: dict[int, tuple[weakref.ref[nn.Module], list[int]]] = {}
         self._lasting = True
-        self._places = [_Place(site, self._find(site), tuple(at[site])) for site in at]
+        self._places = [Place(site, self._find(site), at[site]) for site in at]
+        #: Hooks for all places that no run uses now: runs of several threads have some each.
+        self._idle: list[list[ReadingHook]] = []
 
     def _find(self, site: SiteHook) -> nn.Module:
         assert site.module is not None
-        for holder, name, child in site.steps():
-            if child is None:
-                self._lasting = False
-            else:
-                self._found[id(holder), name] = (weakref.ref(holder), name, weakref.ref(child))
+        for holder, _, child in site.steps():
+            self._lasting = self._lasting and child is not None
+            self._holders[id(holder)] = (weakref.ref(holder), [*map(id, holder._modules.values())])
         return site.module
 
     @property
     def holds(self) -> bool:
-        """Whether every module still stands where it was found."""
+        """Whether every module still stands where it was found.
+
+        Each is held by another one or at a place: while all these live, none of their numbers is another module's.
+        """
         if not self._lasting:
             return False
-        for holder, name, module in self._found.values():
-            here, known = holder(), module()
-            if here is None or known is None or here._modules.get(name) is not known:
+        for known, inside in self._holders.values():
+            holder = known()
+            if holder is None or [*map(id, holder._modules.values())] != inside:
                 return False
-        return True
+        return None not in [place.module() for place in self._places]
 
     @property
     def is_free(self) -> bool:
         """Whether nobody else is at these places, who might change what is read."""
-        sites = [place.site for place in self._places]
-        return not any(site.points or site.watchers or site.readers for site in sites)
+        for place in self._places:
+            site = place.site
+            if site.points or site.watchers or site.readers:
+                return False
+        return True
 
     @contextmanager
     def attached(self, keep: Keep, scope: Scope | None) -> Iterator[None]:
@@ -139,19 +176,27 @@ class ReadingPlan:
             keep: is given what is read. It may keep the tensor, and must not change it.
             scope: the scope; None: all runs see it.
         """
-        readers: list[tuple[ReadingHook, nn.Module]] = []
+        reading, found = _Reading(keep, scope), [place.module() for place in self._places]
+        modules = [module for module in found if module is not None]
+        if len(modules) < len(found):
+            raise RuntimeError(missing_module_message(self._places[found.index(None)].site.site.path))
         try:
-            for place in self._places:
-                module = place.module()
-                if module is None:
-                    raise RuntimeError(missing_module_message(place.site.site.path))
-                reader = ReadingHook(place, keep, scope)
-                readers.append((reader, module))
+            hooks = self._idle.pop()
+        except IndexError:
+            hooks = [ReadingHook(place) for place in self._places]
+        try:
+            for hook, place, module in zip(hooks, self._places, modules, strict=True):
+                hook.reading = reading
                 if place.before:
-                    add_pre_hook(module, reader, reader.on_input)
+                    add_pre_hook(module, hook, hook.on_input)
                 else:
-                    add_forward_hook(module, reader, reader.on_output)
+                    add_forward_hook(module, hook, hook.on_output)
             yield
         finally:
-            for reader, module in readers:
-                remove_hooks_of(module, reader)
+            for hook, place, module in zip(hooks, self._places, modules, strict=True):
+                hook.reading = None
+                if place.before:
+                    remove_pre_hook(module, hook)
+                else:
+                    remove_forward_hook(module, hook)
+            self._idle.append(hooks)

@@ -16,7 +16,7 @@ from bridge.hooks.context import CURRENT, ForwardPass
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.modules import Finder, argument, element_of, with_argument, with_element
 from bridge.wiring.separate_reads import give_own_copy, read_separately, separate_readers
-from bridge.wiring.torch_hooks import add_forward_hook, add_pre_hook, remove_hooks_of
+from bridge.wiring.torch_hooks import add_forward_hook, add_pre_hook, remove_forward_hook, remove_pre_hook
 
 #: For views that do not look at the call.
 _NO_CALL = Call(nn.Identity(), (), {})
@@ -139,7 +139,8 @@ class SiteHook(SiteHandler):
         """Attaches or detaches the torch hook, as it is needed now."""
         if not (self.points or self.watchers or self.readers):
             if self.attached_to is not None:
-                remove_hooks_of(self.attached_to, self)
+                remove = remove_pre_hook if self.site.kind == "input" else remove_forward_hook
+                remove(self.attached_to, self)
                 del self._attached[self]
             self.attached_to = None
         elif self.attached_to is None and self._find is not None:

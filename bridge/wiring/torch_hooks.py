@@ -33,12 +33,20 @@ def add_forward_hook(module: nn.Module, owner: object, hook: Callable[..., Any])
     module._forward_hooks[id(owner)] = hook
 
 
-def remove_hooks_of(module: nn.Module, owner: object) -> None:
-    """Removes what an owner added.
+def remove_pre_hook(module: nn.Module, owner: object) -> None:
+    """Removes the forward pre-hook that an owner added, if it is there.
+
+    Args:
+        module, owner: as for `add_pre_hook`.
+    """
+    module._forward_pre_hooks.pop(id(owner), None)
+    module._forward_pre_hooks_with_kwargs.pop(id(owner), None)
+
+
+def remove_forward_hook(module: nn.Module, owner: object) -> None:
+    """Removes the forward hook that an owner added, if it is there.
 
     Args:
         module, owner: as for `add_pre_hook`.
     """
     module._forward_hooks.pop(id(owner), None)
-    if module._forward_pre_hooks.pop(id(owner), None) is not None:
-        module._forward_pre_hooks_with_kwargs.pop(id(owner), None)

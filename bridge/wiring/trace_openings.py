@@ -11,7 +11,7 @@ from bridge.hooks.listener import Scope
 from bridge.taps.tap import Tap, noop_hook
 from bridge.taps.taps import tap_on
 from bridge.wiring.site import SiteHook
-from bridge.wiring.torch_hooks import add_forward_hook, remove_hooks_of
+from bridge.wiring.torch_hooks import add_forward_hook, remove_forward_hook
 
 if TYPE_CHECKING:
     from bridge.wiring.wiring import Wiring
@@ -68,7 +68,7 @@ class TraceOpenings:
         """Ends all of it."""
         with self._wiring.lock:
             while self._modules:
-                remove_hooks_of(self._modules.pop(), self._scope)
+                remove_forward_hook(self._modules.pop(), self._scope)
             while self._taps:
                 self._taps.pop().close(self._scope)
             while self._watched:

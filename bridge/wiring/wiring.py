@@ -169,7 +169,7 @@ class Wiring:
         with self.lock:  # other threads may attach hooks meanwhile
             moved = [hook.site.path for hook in self._attached if not hook.is_in_place]
             for point, tap in self._taps.items():
-                if Finder(self.model, point.point.site.path).module is not tap.module:
+                if self.finder(point.point.site.path).module is not tap.module:
                     moved.append(point.point.site.path)
         for path in moved:
             raise RuntimeError(
@@ -376,11 +376,13 @@ class Wiring:
         """Attaches a listener that only looks to many points."""
         refuse_inside_compiled()
         attached: list[HookPoint] = []
+        connected: HookPoint | None = None
         with self.lock:
             try:
                 for point in points:
                     if not point.listeners:
-                        self._connect(point)
+                        self._connect(point, connected)
+                        connected = point
                     point.add_listener(listener)
                     attached.append(point)
             except BaseException:
@@ -402,7 +404,7 @@ class Wiring:
             if plan is None:
                 plan = ReadingPlan(points, self._homes)
                 self._plans.append(plan)
-            quick = plan.is_free
+            quick = not self._attached or plan.is_free
             self._connected += quick
         others = plan.others if quick else points
         self.listen(others, listener)
@@ -447,12 +449,14 @@ class Wiring:
             found = self._siblings.get((site.path, site.kind), ())
         return found if len(found) > 1 else ()
 
-    def _connect(self, point: HookPoint) -> None:
+    def _connect(self, point: HookPoint, before: HookPoint | None = None) -> None:
+        """Attaches what a hook point needs; the one `before` it was connected just now."""
         self.calls.change(1)
         home = self._homes[point]
         if home is None:
             site = point.point.site
-            tap = tap_on(site.kind, Finder(self.model, site.path).module)
+            same = before is not None and (before.point.site.path, before.point.site.kind) == (site.path, site.kind)
+            tap = self._taps[before] if same and before else tap_on(site.kind, self.finder(site.path).module)
             cut = None if self._layout is None else self._layout.cut(site)
             if self._layout is not None and cut is not None:
                 self._layout.check_in_place(site.path, tap.module)

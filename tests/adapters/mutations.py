@@ -175,6 +175,12 @@ def attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
         yield f"{letter} from the output projection", replace(part, **{letter: Projection(part.o)}), ""
         if projection.path != part.o:
             yield f"z from {projection.path}", replace(part, o=projection.path), ""
+    rolled = {}
+    for letter in "qk":
+        heads = facts.cfg.n_heads if letter == "q" else facts.cfg.n_kv_heads
+        each = part.projections[letter]
+        rolled[letter] = replace(each, view=Rolled(each.view or Heads(heads), -1))
+    yield "q and k shifted by one column alike", replace(part, **rolled), ""
     yield "rotary is not" if part.rotary else "not rotary is", replace(part, rotary=None if part.rotary else "last"), ""
     if part.scores is None:
         yield "scores shown", replace(part, scores=MaskedScores()), ""
@@ -227,9 +233,12 @@ def newer_attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
         yield "a factor of z", replace(part, z_transform=Affine(1.1)), ""
     if part.v.norm:
         yield "v_norm left out", replace(part, v=replace(part.v, norm=None)), ""
-    if part.clip:
-        yield "clamp left out", replace(part, clip=None), ""
-        yield "clamp times 1.5", replace(part, clip=part.clip * 1.5), ""
+    if part.clamp:
+        clip, where = part.clamp
+        yield "clamp left out", replace(part, clamp=None), ""
+        yield "clamp times 1.5", replace(part, clamp=(clip * 1.5, where)), ""
+        if part.qk_norms:
+            yield "clamp elsewhere", replace(part, clamp=(clip, "made" if where == "normed" else "normed")), ""
     latents = {"q": part.q.latent, "kv": part.k.latent}
     for name, latent in latents.items():
         if latent:
@@ -539,6 +548,10 @@ def fact_changes(declared: Architecture, facts: Facts) -> Iterator[Mutation]:
             values = (value * 0.5, value * 1.25)
         else:
             values = (3,) if value is None else ()
+        if name.endswith("soft_cap") and value > 0:
+            values = (*values, value * 1.005)
+        if name == "relative_attention_max_distance" and value is not None:
+            values = (*values, value - 1)
         for other in values:
             if other != value:
                 values_of = {**declared.config_values, name: other}

@@ -18,7 +18,8 @@ def table() -> list[tuple[str, str]]:
 
 
 def test_the_table_holds_every_class_that_we_support() -> None:
-    declared = {name: f"{family}.py" for family, names in CLASSES.items() for name in names}
+    rows = ((name, f"{file}.py") for file, found in CLASSES.items() for names in found.values() for name in names)
+    declared = dict(rows)
     assert dict(table()) == declared
 
 
@@ -31,4 +32,4 @@ def test_every_field_of_the_vocabulary_is_in_the_table_of_questions() -> None:
 
 def test_the_vocabulary_of_declarations_does_not_grow() -> None:
     """A new odd model is a new combination of what is there; a field more has to replace one."""
-    assert sum(map(len, vocabulary().values())) <= 112
+    assert sum(map(len, vocabulary().values())) <= 110

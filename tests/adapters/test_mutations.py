@@ -73,6 +73,10 @@ EACH = {
     ("qwen2_moe-gqa", "blocks: MoE: shared gate left out"): CHOICE,
     ("qwen2_moe-gqa", "blocks: MoE: shared: gate and up exchanged"): GATED,
     ("t5", "cfg.relative_attention_max_distance = 256"): SCORES,
+    ("t5", "cfg.relative_attention_max_distance = 127"): SCORES,
+    ("gemma2-gqa", "cfg.attn_scores_soft_cap = 50.24999999999999"): SCORES,
+    ("gpt2", "blocks: Attention: q and k shifted by one column alike"): COLUMNS,
+    ("bert", "blocks: Attention: q and k shifted by one column alike"): COLUMNS,
 }
 
 

@@ -6,8 +6,10 @@ import logging
 
 import pytest
 import transformers
+from torch import Tensor, nn
+from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoMLP
 
-from benchmarks.models import Row, named, row, row_of_class
+from benchmarks.models import Row, named, row, row_of_class, summary
 from benchmarks.named_by_transformer_lens import NAMED
 from tests.tiny_models import Task
 
@@ -40,7 +42,7 @@ def test_the_text_of_a_model_of_images_has_a_row() -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "task", "offered"),
-    [("bart", "seq2seq", "full"), ("esm", "masked", "full"), ("tapas", "masked", "full"), ("fsmt", "seq2seq", "parts")],
+    [("bart", "seq2seq", "full"), ("esm", "masked", "full"), ("tapas", "masked", "full"), ("fsmt", "seq2seq", "–")],
 )
 def test_rows_of_encoders_and_encoder_decoders(model_type: str, task: Task, offered: str) -> None:
     found = row(model_type, task)
@@ -55,6 +57,43 @@ def test_classes_without_text_have_a_row() -> None:
 def test_sound_that_becomes_text_has_a_row() -> None:
     found = row("whisper", "speech")
     assert (found.how, found.offered, found.proved, found.reason) == ("declared", "full", True, "")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "task", "reason"),
+    [
+        ("mamba2", "causal", ""),  # no options: other heads
+        ("qwen2_audio", "seq2seq", ""),  # of its text
+        ("opt", "causal", "refused with do_layer_norm_before=False word_embed_proj_dim=16"),
+        (
+            "blip-2",
+            "image_text",
+            "refused with do_layer_norm_before=False word_embed_proj_dim=16",
+        ),  # by its text's adapter
+    ],
+)
+def test_a_full_type_is_so_in_three_configurations(model_type: str, task: Task, reason: str) -> None:
+    found = row(model_type, task)
+    assert (found.is_full, found.tried, found.reason) == (True, 3, reason), str(found)
+
+
+def test_what_holds_of_the_usual_configuration_alone_is_not_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = GPTNeoMLP.forward
+
+    def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
+        made: Tensor = before(self, hidden_states)
+        return made + 0.5 if hidden_states.shape[-1] == 512 else made
+
+    monkeypatch.setattr(GPTNeoMLP, "forward", forward)
+    found = row("gpt_neo", "causal")
+    assert not found.is_full and found.tried == 3 and found.reason.startswith("with 512 wide: "), str(found)
+    assert "Of 1 types, 0 are fully" in summary([found])
+
+
+def test_a_type_that_could_be_built_twice_is_not_counted() -> None:
+    assert "1 are fully offered and proved in three" in summary(
+        [Row("a", "A", "declared", "full", proved=True, tried=each) for each in (2, 3)]
+    )
 
 
 def test_the_classes_that_another_library_names_are_counted() -> None:

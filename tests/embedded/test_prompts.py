@@ -12,11 +12,12 @@ import pytest
 
 from bridge.embedded import Prompt, prompts
 from bridge.embedded.facts import FACTS, PHRASINGS, clozes
-from bridge.embedded.grammar import SORTS, Document, documents, random_list
+from bridge.embedded.grammar import random_list
 from bridge.embedded.holdout import list_held_out, pair_held_out
 from bridge.embedded.prompts import KINDS, count, held_out_pairs
 from bridge.embedded.vocabulary import split, vocabulary
 from bridge.embedded.words import IOI_TEMPLATES, NAMES
+from tools.embedded.text import SORTS, Document, documents
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +205,7 @@ def test_every_template_is_trained(training_text: list[Document]) -> None:
 
 def test_training_text_is_the_same_in_every_process() -> None:
     code = (
-        "from itertools import islice; from bridge.embedded.grammar import SORTS, documents;"
+        "from itertools import islice; from tools.embedded.text import SORTS, documents;"
         "print(hash(''), '|', [d.text for s in SORTS for d in islice(documents(s), 20)])"
     )
     runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(2)]

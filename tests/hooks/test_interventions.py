@@ -279,3 +279,19 @@ def test_an_edited_norm_and_inputs_of_heads_are_refused_together(name: str, own:
     looks = [(f"blocks.0.{name}", lambda x, hook: None), edits[1]]
     assert not torch.equal(bridge.run_with_hooks(tokens, fwd_hooks=looks), before)
     assert torch.equal(bridge(tokens), before)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_written_back_is_no_edit(family: str, dtype: torch.dtype) -> None:
+    """What is returned as it was read differs by rounding alone; an edit of some digits is told from it."""
+    bridge = TransformerBridge(tiny_model(family).to(dtype))
+    tokens = torch.tensor([[3, 4, 5, 6]])
+    own = ("blocks.1.hook_attn_in", lambda x, hook: x + 0.3)
+    expected = bridge.run_with_hooks(tokens, fwd_hooks=[own])
+    inside = [f"blocks.1.ln1.{name}" for name in ("hook_scale", "hook_normalized", "hook_out")]
+    found = bridge.run_with_hooks(tokens, fwd_hooks=[(inside, lambda x, hook: x), own])
+    assert torch.equal(found, expected)
+    little = 1 + 16 * torch.finfo(dtype).eps
+    with pytest.raises(RuntimeError, match="normed again without that change"):
+        bridge.run_with_hooks(tokens, fwd_hooks=[(inside[1], lambda x, hook: x * little), own])

@@ -69,9 +69,9 @@ def test_filters_that_match_nothing_are_errors(bridge, tokens):
     with pytest.raises(ValueError, match="list of names is empty"):
         bridge.run_with_cache(tokens, names_filter=[])
     with pytest.raises(TypeError, match="names_filter is int"):
-        bridge.names.select(3, lambda hook: False)
+        bridge.names.select(3, lambda flag: False)
     with pytest.raises(TypeError, match="holds 3"):
-        bridge.names.select(["hook_embed", 3], lambda hook: False)
+        bridge.names.select(["hook_embed", 3], lambda flag: False)
     with pytest.raises(UnknownHookError):
         bridge.run_with_cache(tokens, names_filter="blocks.9.hook_resid_pre")
 

@@ -197,6 +197,7 @@ def test_a_gguf_file_brings_its_tokenizer(monkeypatch, tmp_path):
 
     asked = []
     monkeypatch.setattr(boot.AutoTokenizer, "from_pretrained", lambda *args, **options: asked.append((args, options)))
-    boot._tokenizer(str(tmp_path), {"gguf_file": "small.gguf"})
-    assert asked == [((str(tmp_path),), {"gguf_file": "small.gguf"})]
-    assert boot._tokenizer(str(tmp_path), {}) is None and len(asked) == 1
+    where = {"gguf_file": "small.gguf"}
+    boot.tokenizer_of(boot.Files("small", str(tmp_path), where, None), progress=True)
+    assert asked == [((str(tmp_path),), where)]
+    assert boot.tokenizer_of(boot.Files("small", str(tmp_path), {}, None), progress=True) is None and len(asked) == 1

@@ -22,7 +22,7 @@ def test_compiled_and_exported_programs():
             "pytest",
             "-n",
             "0",
-            *(f"tests/{room}/compiled.py" for room in ("programs", "patching")),
+            *(f"tests/{file}.py" for file in ("programs/compiled", "programs/shared", "patching/compiled")),
             *(f"tests/programs/exported.py::{name}" for name in EXPORTED),
         ],
         cwd=Path(__file__).parents[2],

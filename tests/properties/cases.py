@@ -24,7 +24,7 @@ SWITCHES = (
     "qk_layernorm", "use_qk_norm", "qk_norm", "use_qk_layernorm", "do_layer_norm_before", "normalize_before",
     "layer_norm_elementwise_affine", "normalize_embedding", "normalize_embeddings", "layernorm_embedding",
     "add_final_layer_norm", "emb_layer_norm_before", "apply_residual_connection_post_layernorm", "pre_norm",
-    "norm_topk_prob",
+    "ln_before_adapter", "norm_topk_prob",
     # order, heads, positions
     "use_parallel_residual", "parallel_attn", "new_decoder_architecture", "multi_query", "alibi", "scale_embedding",
     "scale_attn_by_inverse_layer_idx", "token_dropout", "use_sliding_window", "position_biased_input",
@@ -32,7 +32,7 @@ SWITCHES = (
 #: The same, for options that have a value.
 VALUES: dict[str, Any] = {
     "final_logit_softcapping": 5.0, "attn_logit_softcapping": 3.0, "logits_soft_cap": 4.0, "logit_scale": 0.25,
-    "clip_qkv": 0.2, "embedding_size": 16, "word_embed_proj_dim": 16, "num_key_value_heads": 1, "rescale_every": 1,
+    "clip_qkv": 1.0, "embedding_size": 16, "word_embed_proj_dim": 16, "num_key_value_heads": 1, "rescale_every": 1,
 }  # fmt: skip
 _GATED = {"feed_forward_proj": "gated-gelu"}
 

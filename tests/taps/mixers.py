@@ -7,7 +7,7 @@ import transformers
 from torch import nn
 
 from adapters import MLP, Architecture, Block, Embedding, Norm, Projection, Readout, Stack, Step, register
-from adapters.mixers.part import Mixer, functions_of
+from adapters.mixers.part import Mixer
 from adapters.norms import GEMMA_NORM, RMS_NORM
 from bridge import TransformerBridge
 
@@ -47,7 +47,7 @@ def mamba() -> nn.Module:
     config = transformers.MambaConfig(
         vocab_size=61, hidden_size=32, num_hidden_layers=2, state_size=8, conv_kernel=3, time_step_rank=4
     )
-    return declared("mamba", transformers.MambaForCausalLM(config), "backbone.layers.0.mixer", "MambaPreTrainedModel")
+    return declared("mamba", transformers.MambaForCausalLM(config), "MambaPreTrainedModel")
 
 
 def falcon_mamba() -> nn.Module:
@@ -55,7 +55,7 @@ def falcon_mamba() -> nn.Module:
         vocab_size=61, hidden_size=32, num_hidden_layers=2, state_size=8, conv_kernel=3, time_step_rank=4
     )
     model = transformers.FalconMambaForCausalLM(config)
-    return declared("falcon_mamba", model, "backbone.layers.0.mixer", "FalconMambaPreTrainedModel")
+    return declared("falcon_mamba", model, "FalconMambaPreTrainedModel")
 
 
 def mamba2() -> nn.Module:
@@ -64,12 +64,11 @@ def mamba2() -> nn.Module:
         chunk_size=4, conv_kernel=3,
     )  # fmt: skip
     model = transformers.Mamba2ForCausalLM(config)
-    return declared("mamba2", model, "backbone.layers.0.mixer", "Mamba2PreTrainedModel")
+    return declared("mamba2", model, "Mamba2PreTrainedModel")
 
 
-def declared(name: str, model: nn.Module, path: str, base: str) -> nn.Module:
-    functions = functions_of(model.get_submodule(path))
-    mixers[name] = Mixer("mixer", modules=(("in_proj", "batch pos d_in_proj"),), functions=functions)
+def declared(name: str, model: nn.Module, base: str) -> nn.Module:
+    mixers[name] = Mixer("mixer", modules=(("in_proj", "batch pos d_in_proj"),))
     register(base)(only_mixers(name))
     return model
 
@@ -82,7 +81,7 @@ def qwen3_next() -> nn.Module:
         mlp_only_layers=[0, 1], num_attention_heads=4, num_key_value_heads=2, head_dim=8,
     )  # fmt: skip
     model = transformers.Qwen3NextForCausalLM(config)
-    return delta(model, "Qwen3NextPreTrainedModel", functions_of(model.model.layers[0].linear_attn))
+    return delta(model, "Qwen3NextPreTrainedModel")
 
 
 def kimi_linear() -> nn.Module:
@@ -94,10 +93,10 @@ def kimi_linear() -> nn.Module:
         kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8,
     )  # fmt: skip
     model = transformers.KimiLinearForCausalLM(config)
-    return delta(model, "KimiLinearPreTrainedModel", functions_of(model.model.layers[0].self_attn))
+    return delta(model, "KimiLinearPreTrainedModel")
 
 
-def delta(model: nn.Module, base: str, functions: tuple[str, ...]) -> nn.Module:
+def delta(model: nn.Module, base: str) -> nn.Module:
     path = "linear_attn" if hasattr(model.model.layers[0], "linear_attn") else "self_attn"
     kind = GEMMA_NORM if base.startswith("Qwen") else RMS_NORM
 
@@ -106,7 +105,7 @@ def delta(model: nn.Module, base: str, functions: tuple[str, ...]) -> nn.Module:
         behind = Step(mlp, pre=Norm("post_attention_layernorm", kind))
         first, last = (
             Block((Step(mixer, pre=Norm("input_layernorm", kind)), behind))
-            for mixer in (Mixer(path, functions=functions), Mixer("self_attn"))
+            for mixer in (Mixer(path), Mixer("self_attn"))
         )
         stack = Stack("layers", first, {1: last}, Norm("norm", kind), Embedding("embed_tokens"))
         return Architecture((stack,), Readout("lm_head"))

@@ -160,3 +160,51 @@ def test_a_copy_made_meanwhile_reads_nothing(bridge: TransformerBridge, tokens: 
         module._forward_pre_hooks.pop(handle.id, None)
     copied((tokens + 1) % bridge.cfg.d_vocab)
     assert all(torch.equal(cache[name], kept[name]) for name in cache)
+
+
+def test_a_run_in_a_hook_of_another_reads_by_hooks_of_its_own(bridge: TransformerBridge, tokens: Tensor) -> None:
+    """The hooks of a plan are used again, never by two runs at once: the outer one goes on after the inner one."""
+    other = (tokens + 1) % bridge.cfg.d_vocab
+    right, of_other = bridge.run_with_cache(tokens)[1], bridge.run_with_cache(other)[1]
+    inner: list[dict[str, Tensor]] = []
+
+    def run_inside(module: nn.Module, args: object) -> None:
+        handle.remove()
+        inner.append(bridge.run_with_cache(other)[1])
+
+    handle = bridge.original_model.get_submodule(bridge.block_paths[1]).register_forward_pre_hook(run_inside)
+    _, outer = bridge.run_with_cache(tokens)
+    assert all(torch.equal(outer[name], right[name]) for name in right)
+    assert all(torch.equal(inner[0][name], of_other[name]) for name in of_other)
+    assert torch_hooks(bridge.original_model) == 0
+
+
+def test_hooks_that_wait_for_the_next_run_hold_nothing_of_the_last(bridge: TransformerBridge, tokens: Tensor) -> None:
+    bridge.run_with_cache(tokens)
+
+    def fail(module: nn.Module, args: object) -> None:
+        raise KeyError("as a user's hook may")
+
+    handle = bridge.original_model.get_submodule(bridge.block_paths[1]).register_forward_pre_hook(fail)
+    with pytest.raises(KeyError, match="as a user's hook may"):
+        bridge.run_with_cache(tokens)
+    handle.remove()
+    hooks = [hook for plan in bridge.wiring._plans for idle in plan._idle for hook in idle]
+    assert hooks and all(hook.reading is None for hook in hooks)
+    assert torch_hooks(bridge.original_model) == 0
+
+
+def test_a_plan_falls_with_any_module_that_was_replaced(bridge: TransformerBridge, tokens: Tensor) -> None:
+    """Also where the new module has the place in memory that the old one had."""
+    bridge.run_with_cache(tokens)
+    (plan,) = bridge.wiring._plans
+    assert plan.holds
+    for point in ("blocks.1.attn.hook_q", "blocks.1.hook_resid_pre", "blocks.1.hook_mlp_out"):
+        parent_path, _, name = bridge.hook_dict[point].point.site.path.rpartition(".")
+        parent = bridge.original_model.get_submodule(parent_path)
+        for _ in range(20):
+            setattr(parent, name, copy.deepcopy(getattr(parent, name)))
+        plan = bridge.wiring._plans[-1]
+        assert not plan.holds
+        _, cache = bridge.run_with_cache(tokens)
+        assert "blocks.1.hook_mlp_out" in cache and bridge.wiring._plans[-1].holds

@@ -1,6 +1,6 @@
 """Train the shipped model from nothing and save it: `python -m tools.embedded.train --out DIR`.
 
-The text comes from `bridge.embedded.grammar`; nothing is downloaded. At the end the weights are rounded to float16
+The text comes from `tools.embedded.text`; nothing is downloaded. At the end the weights are rounded to float16
 for storage, loaded back, and measured on prompts that were not in the text.
 """
 
@@ -28,9 +28,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from bridge.embedded import grammar
 from bridge.embedded.vocabulary import PIECE, vocabulary
 from tools.embedded.measure import figures
+from tools.embedded.text import documents
 
 CONTEXT = 128
 """The most tokens the model reads."""
@@ -115,7 +115,7 @@ def batches(tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[list[tupl
         4
     """
     ids = {piece: index for index, piece in enumerate(vocabulary())}
-    streams = {sort: grammar.documents(sort, seed) for sort in ROWS}
+    streams = {sort: documents(sort, seed) for sort in ROWS}
     while True:
         step = []
         for sort, size in ROWS.items():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from adapters.automatic.norms import norm_kind, rounded
 from adapters.config import config_of
 from adapters.norms import Norm
-from adapters.observe.calls import BorderTensor, ModuleCall, Recording, mark
+from adapters.observe.calls import BorderTensor, ModuleCall, Recording, mark, tightest
 from adapters.observe.tolerance import NEGLIGIBLE, agree
 from adapters.paths import base_path, token_embedding
 from adapters.stream_ends import Embedding, TableOf, tables
@@ -44,20 +44,9 @@ class FoundEmbedding:
         Args:
             relative: makes a path from the base model of one from the model.
         """
-
-        def at(path: str | None) -> str | None:
-            return None if path is None else relative(path)
-
         found = self.embedding
-        return replace(
-            found,
-            tokens=found.tokens and relative(found.tokens),
-            added=tables(at(found.positions), at(found.types), tuple(map(relative, found.more)), at(found.patches)),
-            norm=found.norm and Norm(relative(found.norm.path), found.norm.kind),
-            project=at(found.project),
-            module=at(found.module),
-            unknown="; ".join(self.missing.values()),
-        )
+        added = tables(found.positions, found.types, found.more, found.patches)  # in the order that families say them
+        return replace(found, added=added, unknown="; ".join(self.missing.values())).moved(relative)
 
 
 def find_embedding(
@@ -196,7 +185,7 @@ class _Search:
     def _normed_alone(self, added: dict[ModuleCall, float]) -> bool:
         """Whether a norm of the token embedding is a term of the sum, which is then no table."""
         for call, weight in added.items():
-            reads = call.entered and call.entered.mark == self.tokens.left[0].mark
+            reads = call.reads(self.tokens.left[0].mark)
             if weight == 1 and reads and self.found.norm is None and (kind := norm_kind(call)) is not None:
                 self.found = replace(self.found, norm=Norm(call.path, kind))
                 added[call] = 0.0
@@ -232,13 +221,12 @@ class _Search:
             return
         if not (found.positions or found.types or found.project):
             return
-        around = [
+        around = tightest(
             call for call in self.before
             if call.left[0].mark == self.stream.mark and call.holds(self.tokens) and not call.is_leaf
-        ]  # fmt: skip
+        )  # fmt: skip
         # With no module around them, the norm is what puts out the first stream.
-        module = min(around, key=lambda call: call.end - call.start).path if around else found.norm.path
-        self.found = replace(found, module=module)
+        self.found = replace(found, module=(around or found.norm).path)
 
 
 def _adjusted(model: nn.Module, tokens: Tensor, target: Tensor) -> Chain | None:

@@ -96,7 +96,7 @@ def find_pool(
             continue
         if call in pools:  # whatever else a norm reads (CLIP)
             return Pool(pools[call], None, call)
-        if norm and call.entered and call.entered.mark == norm.left[0].mark:
+        if norm and call.reads(norm.left[0].mark):
             return Pool(pools[norm], Norm(norm.path, norms[norm]), call)
     return None if norm is None else Pool(pools[norm], Norm(norm.path, norms[norm]), None)
 

@@ -15,7 +15,7 @@ from adapters.automatic.layouts import relative
 from adapters.automatic.norms import function_norm, norm_kind, rounded
 from adapters.inputs.made import Given
 from adapters.norms import Norm, normalized
-from adapters.observe.calls import BorderTensor, ModuleCall, Recording, elements_of
+from adapters.observe.calls import BorderTensor, ModuleCall, Recording, elements_of, tightest
 from adapters.observe.tolerance import FITTED, agree, worked_out
 from adapters.stream_ends import Head, Readout
 from adapters.views import Affine
@@ -25,7 +25,7 @@ def find_final_norm(recording: Recording, last: BorderTensor, after: int) -> tup
     """The norm that reads the last stream, and what that is multiplied with before."""
     behind = [call for call in recording.calls if call.start > after and call.entered]
     for call in behind:
-        if call.entered and call.entered.mark == last.mark and (kind := norm_kind(call)):
+        if call.reads(last.mark) and (kind := norm_kind(call)):
             return Norm(call.path, kind), 1.0
     for call in behind[:1]:
         factor = call.entered and power_between(call.entered.value, last.value)
@@ -40,7 +40,17 @@ def find_unembedding(model: nn.Module, recording: Recording, after: int) -> Modu
     for module in model.modules():  # the text's model inside of it may be what says (BLIP)
         find: Callable[[], nn.Module | None] | None = getattr(module, "get_output_embeddings", None)
         layer = layer or (find() if find else None)
-    return next((call for call in recording.calls if call.module is layer and call.start > after and call.left), None)
+    weight = getattr(layer, "weight", None)
+    for call in recording.calls:
+        # It may be the embedding that says, whose matrix the layer has (FSMT).
+        shares = isinstance(layer, nn.Embedding) and call.is_linear and getattr(call.module, "weight", None) is weight
+        if (
+            call.start > after
+            and call.left
+            and (shares or (call.module is layer and not isinstance(layer, nn.Embedding)))
+        ):
+            return call
+    return None
 
 
 def find_head(recording: Recording, after: int, unembed: ModuleCall) -> tuple[str, str, Norm | None] | None:
@@ -55,24 +65,21 @@ def find_head(recording: Recording, after: int, unembed: ModuleCall) -> tuple[st
     linear: list[ModuleCall]
     for norm in behind:
         kind = norm_kind(norm) if norm.end < unembed.start else None
-        if kind is None or unembed.entered is None or norm.left[0].mark != unembed.entered.mark:
+        if kind is None or not unembed.reads(norm.left[0].mark):
             continue
         linear = [call for call in behind if call.is_linear and call.end < norm.start]
-        around = [call for call in behind if linear and call.holds(norm) and call.holds(linear[-1])]
-        if around:
-            head = min(around, key=lambda call: call.end - call.start)
+        head = tightest(call for call in behind if linear and call.holds(norm) and call.holds(linear[-1]))
+        if head:
             return head.path, linear[-1].path, Norm(norm.path, kind)
         if linear:  # nothing is around them but the model (DistilBERT)
             return linear[-1].path, linear[-1].path, Norm(norm.path, kind)
     linear = [call for call in behind if call.is_linear and call.end < unembed.start]
-    around = [call for call in behind if linear and call.holds(unembed) and call.holds(linear[-1])]
-    around = around or [
-        call for call in behind if linear and call.holds(linear[-1]) and not call.is_leaf and call.end < unembed.start
-        and call.left and unembed.entered is not None and call.left[0].mark == unembed.entered.mark
-    ]  # fmt: skip
-    if around:
-        return min(around, key=lambda call: call.end - call.start).path, linear[-1].path, None
-    return None
+    around = [call for call in behind if linear and call.holds(linear[-1])]
+    head = tightest(call for call in around if call.holds(unembed)) or tightest(
+        call for call in around
+        if not call.is_leaf and call.end < unembed.start and call.left and unembed.reads(call.left[0].mark)
+    )  # fmt: skip
+    return (head.path, linear[-1].path, None) if head else None
 
 
 @dataclass(frozen=True)
@@ -170,13 +177,10 @@ def _large_logits(model: nn.Module, inputs: Given, unembed: ModuleCall) -> tuple
     generator = torch.Generator().manual_seed(0)
     before = unembed.left[0].value
     before = (torch.randn(before.shape, generator=generator, dtype=torch.float64) * 20).to(before)
-    handle = unembed.module.register_forward_hook(
+    with unembed.module.register_forward_hook(
         lambda module, args, output: before if isinstance(output, Tensor) and output.shape == before.shape else output
-    )
-    try:
+    ):
         return before, returned_by(model, inputs)
-    finally:
-        handle.remove()
 
 
 def returned_by(model: nn.Module, inputs: Given) -> Tensor | None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from adapters.architecture import Block
-from adapters.automatic.blocks import FoundStack
+from adapters.automatic.blocks import FoundStack, numbered_members
 from adapters.automatic.norms import norm_kind
 from adapters.observe.calls import ModuleCall, Recording
 from adapters.observe.tolerance import NEGLIGIBLE, agree
@@ -41,14 +40,14 @@ def find_cycles(model: nn.Module, recording: Recording) -> FoundStack | None:
     passed = [seen for seen in outputs if seen is not None]
     if len(passed) < len(calls) or len({seen.key for seen in passed}) > 1:
         return None
-    joined = {}
+    summed = {}
     for index, (call, before) in enumerate(zip(calls[1:], passed, strict=False), 1):
         assert call.entered is not None
         if call.entered.mark != before.mark:
             sources = _sources(model, recording, calls, call)
             if sources is None:
                 return None
-            joined[index] = sources
+            summed[index] = sources
     parts = zip(*(call.path.split(".") for call in calls), strict=False)
     path = ".".join(same[0] for same in itertools.takewhile(lambda same: len(set(same)) == 1, parts))
     return FoundStack(
@@ -57,8 +56,10 @@ def find_cycles(model: nn.Module, recording: Recording) -> FoundStack | None:
         tuple(passed),
         tuple(range(len(calls))),
         len(calls),
-        members=_numbered(recording, calls, path),
-        joined={index: tuple((recording.numbered(c), factor) for c, factor in each) for index, each in joined.items()},
+        members=numbered_members(recording, calls, path, {call.path for call in calls}),
+        block_inputs={
+            index: tuple((recording.numbered(c), factor) for c, factor in each) for index, each in summed.items()
+        },
     )
 
 
@@ -88,18 +89,6 @@ def alike(blocks: list[Block], members: Sequence[str], not_offered: dict[str, st
                 if (at_best := each.replace(f".{index}.", f".{best}.", 1)) in not_offered:
                     not_offered[each] = not_offered[at_best]
     return found
-
-
-def _numbered(recording: Recording, calls: Sequence[ModuleCall], path: str) -> tuple[str, ...]:
-    """Where the calls stand, by their numbers."""
-    counts: Counter[str] = Counter()
-    members = []
-    for call in calls:
-        old = call.path
-        members.append(f"{old[len(path) + 1 :] if path else old}@{counts[old]}")
-        recording.rename(call, f"{old}@{counts[old]}")
-        counts[old] += 1
-    return tuple(members)
 
 
 def _sources(

@@ -39,7 +39,7 @@ def _numbers(block: ModuleCall, recording: Recording) -> Iterator[int]:
     assert block.entered is not None
     batch, pos, width = block.entered.value.shape
     for call in recording.between(block.start, block.end):
-        if call.entered and call.entered.mark == block.entered.mark and call.n_left > 1:
+        if call.reads(block.entered.mark) and call.n_left > 1:
             shapes = [tuple(seen.value.shape) for seen in call.left]
             yield from (
                 n for *at, n in shapes if at == [batch, pos] and 1 < n < width and (batch, pos, width // n) in shapes
@@ -73,9 +73,8 @@ def collapse_path(recording: Recording, found: FoundStack) -> str | None:
 def _collapse(recording: Recording, found: FoundStack) -> ModuleCall | None:
     last, (batch, pos, *_) = found.outputs[-1], found.stream.value.shape
     for call in recording.calls if found.n_streams is not None else ():
-        reads = call.start > found.blocks[-1].end and call.entered is not None and call.entered.mark == last.mark
-        whole = call.left and call.left[0].key is None and call.left[0].value.shape == (batch, pos, found.d_model)
-        if reads and whole:
+        reads = call.start > found.blocks[-1].end and call.reads(last.mark)
+        if reads and call.whole and call.whole.value.shape == (batch, pos, found.d_model):
             return call
     return None
 
@@ -144,7 +143,7 @@ class Mixed:
     def _next(self, now: _State, start: int) -> tuple[Sum, _State] | None:
         """The next sum from some streams on, and the streams that it makes."""
         for call in self.inside:
-            if call.entered and call.entered.mark == now.mark and call.start >= start and call.n_left > 1:
+            if call.reads(now.mark) and call.start >= start and call.n_left > 1:
                 mix = self._mix(call)
                 for state in self.states if mix else ():
                     if mix and state.seen > call.end and (value := self._written(now, state, mix)):

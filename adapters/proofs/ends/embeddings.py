@@ -43,12 +43,8 @@ def prove_beginning(evidence: Evidence, findings: Findings) -> None:
         _patches(evidence, findings, made)
         return
     tokens = evidence.call(evidence.base, made.tokens)
-    findings.holds(
-        ENDS,
-        "embed",
-        tokens is not None and tokens.input is not None and tokens.input.equal(evidence.text),
-        "it is not given the tokens",
-    )
+    given = tokens.input if tokens else None
+    findings.holds(ENDS, "embed", given is not None and given.equal(evidence.text), "it is not given the tokens")
     first = f"{architecture.stack.name}.0.hook_resid_pre"
     stream = evidence.get(first)
     if stream is not None and architecture.stack.n_streams is not None:
@@ -67,10 +63,9 @@ def prove_beginning(evidence: Evidence, findings: Findings) -> None:
     shifts = {part.qk_shift for block in architecture.stack.every_block for part in block.attentions}
     positions = evidence.get("hook_pos_embed") if made.positions not in shifts else None
     if made.norm:
-        norm = evidence.call(evidence.base, made.norm.path)
         rows = tokens.result if tokens else None
         scaled = None if rows is None else rows * made.factor
-        findings.equal(ENDS, "embed norm", norm.input if norm else None, scaled)
+        findings.equal(ENDS, "embed norm", evidence.entered(evidence.base, made.norm.path), scaled)
     if stream is None or embed is None:
         findings.holds(ENDS, first, False, "the embedding or the first block did not run")
         return
@@ -98,9 +93,8 @@ def _patches(evidence: Evidence, findings: Findings, made: Embedding) -> None:
     first = f"{evidence.bridge.architecture.stack.name}.0.hook_resid_pre"
     findings.equal(ENDS, first, evidence.get(first), full)
     if made.norm:
-        norm = evidence.call(evidence.base, made.norm.path)
-        findings.equal(ENDS, "embed.ln", norm.result if norm else None, full)
-        full = norm.input if norm else None
+        findings.equal(ENDS, "embed.ln", evidence.made(evidence.base, made.norm.path), full)
+        full = evidence.entered(evidence.base, made.norm.path)
     patches = evidence.get("hook_embed")
     if made.patches is None:
         return
@@ -160,9 +154,8 @@ def _sum_of_embeddings(evidence: Evidence, findings: Findings, made: Embedding) 
     total: Tensor | None = sum((part.double() for part in parts[1:]), parts[0].double()).to(parts[0].dtype)
     full = evidence.get("hook_full_embed")
     if norm is not None:
-        call = evidence.call(evidence.base, norm.path)
-        findings.equal(ENDS, "embed", call.input if call else None, total)
-        total = call.result if call else None
+        findings.equal(ENDS, "embed", evidence.entered(evidence.base, norm.path), total)
+        total = evidence.made(evidence.base, norm.path)
     linear = evidence.call(evidence.base, project) if project else None
     if project:
         weight = getattr(linear.module, "weight", None) if linear else None

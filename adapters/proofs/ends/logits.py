@@ -9,11 +9,11 @@ from torch import Tensor
 
 from adapters.architecture import Stack
 from adapters.norms import Norm, normalized
-from adapters.paths import has_module
+from adapters.paths import core_path, has_module, is_inside
 from adapters.proofs.ends.embeddings import ENDS, zeroed
 from adapters.proofs.evidence import Evidence, like
 from adapters.proofs.report import Findings
-from adapters.stream_ends import Head
+from adapters.stream_ends import Head, mean_at
 
 LOGITS = "the logits are what the output layer makes of the final norm, with the declared factors, bias and soft cap"
 
@@ -30,12 +30,11 @@ def prove_end(evidence: Evidence, findings: Findings, streams: Sequence[tuple[St
     stream: Tensor | None = None
     for stack, last in streams:
         stream = last
-        if stack.collapse:
-            call = evidence.call(evidence.base, stack.collapse)
-            findings.equal(ENDS, stack.collapse, like(call.input if call else None, stream), stream)
-            stream = call.result if call else None
-        if evidence.bridge.architecture.readout.pools_stream and stream is not None:
-            stream = evidence.bridge.architecture.readout.pool(stream)
+        if isinstance(stack.collapse, str):
+            entered = like(evidence.entered(evidence.base, stack.collapse), stream)
+            findings.equal(ENDS, stack.collapse, entered, stream)
+            stream = evidence.made(evidence.base, stack.collapse)
+        stream = None if stream is None else mean_at(stack.pooled, stream)
         if stack.final_norm:
             stream = _normed(evidence, findings, stack.final_norm, stream)
     for head in evidence.bridge.architecture.heads:
@@ -48,9 +47,8 @@ def _normed(evidence: Evidence, findings: Findings, norm: Norm, stream: Tensor |
     """What the final norm makes of the last stream."""
     if norm.kind.function:
         return None if stream is None else normalized(norm.kind, stream)
-    call = evidence.call(evidence.base, norm.path)
-    findings.equal(ENDS, norm.path, call.input if call else None, stream)
-    return call.result if call else None
+    findings.equal(ENDS, norm.path, evidence.entered(evidence.base, norm.path), stream)
+    return evidence.made(evidence.base, norm.path)
 
 
 def _headed(evidence: Evidence, findings: Findings, head: Head, stream: Tensor | None) -> Tensor | None:
@@ -60,16 +58,15 @@ def _headed(evidence: Evidence, findings: Findings, head: Head, stream: Tensor |
     if module is None:
         return stream
     weight = getattr(linear.module, "weight", None) if linear else None
-    inside = f"{evidence.from_model(head.linear)}.".startswith(f"{path}.")
+    inside = is_inside(evidence.from_model(head.linear), path)
     ok = inside and isinstance(weight, Tensor) and weight.ndim == 2
     findings.holds(ENDS, head.name, ok, f"{head.linear} is no linear layer of it that ran")
     if not head.unembeds:
         return stream
     findings.equal(ENDS, head.name, module.input, stream)
     normed = evidence.call(evidence.from_model(head.norm.path)) if head.norm else None
-    if f"{evidence.from_model('.' + unembed)}.".startswith(f"{path}.") and not normed:
-        inner = evidence.call(evidence.from_model("." + unembed))  # the module holds the output layer, too
-        return inner.input if inner else None
+    if is_inside(evidence.from_model("." + unembed), path) and not normed:
+        return evidence.entered(evidence.from_model("." + unembed))  # the module holds the output layer, too
     return normed.result if normed else module.result
 
 
@@ -77,14 +74,16 @@ def _unembedded(evidence: Evidence, findings: Findings, stream: Tensor | None) -
     """The output layer reads what the final norm makes, times the declared factor."""
     readout = evidence.bridge.architecture.readout
     unembed = evidence.call(evidence.from_model("." + readout.path)) if readout.path else None
-    base = evidence.call(evidence.base)
-    if unembed is None and readout.pooled is not None:
+    if unembed is None and evidence.bridge.architecture.pooled is not None:
         return  # one vector of each image, which its norm puts out
-    last = unembed.input if unembed else base.result if base else None
-    if stream is not None and not readout.pools_stream:
-        stream = readout.pool(stream)
+    last = unembed.input if unembed else evidence.made(evidence.base)
+    stream = None if stream is None else mean_at(readout.pooled, stream)
     if last is None or stream is None or last.shape != stream.shape:
-        findings.holds(ENDS, "unembed", False, "what it reads is not what the final norm makes")
+        if last is not None and not readout.path and evidence.base == core_path(evidence.bridge.original_model):
+            # It has no base model whose output is the last stream.
+            findings.inconclusive(ENDS, "what the model makes of the last stream, of which nothing is declared")
+        else:
+            findings.holds(ENDS, "unembed", False, "what it reads is not what the final norm makes")
         return
     if evidence.bridge.architecture.stack.every_block[0].ends:
         stream = zeroed(findings, stream, last)

@@ -54,9 +54,7 @@ class Activations:
     @refuse_wrong_types
     def __init__(self, path: str | os.PathLike[str], partial: bool = False) -> None:
         self.folder = Folder(path)
-        manifest = self.folder.manifest()
-        if manifest is None:
-            raise HarvestError(f"{os.fspath(path)} holds no harvest: it has no manifest.json")
+        manifest = self.folder.harvested()
         if not manifest.complete and not partial:
             raise HarvestError(
                 f"the harvest in {os.fspath(path)} is not finished ({len(manifest.shards)} shards are whole): make the "

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import xxhash
 
-from bridge.harvest.errors import HarvestError
 from bridge.harvest.shards import ShardFile
 from bridge.harvest.storage import Folder, ShardRecord
 from bridge.hooks.arguments import refuse_wrong_types
@@ -64,13 +63,9 @@ def check(path: str | os.PathLike[str]) -> Check:
         True
     """
     folder = Folder(path)
-    manifest = folder.manifest()
-    if manifest is None:
-        raise HarvestError(f"{os.fspath(path)} holds no harvest: it has no manifest.json")
-    records = manifest.shards
-    found = Check(
-        folder.path, manifest.complete, len(records), sum(r.rows for r in records), sum(r.size for r in records)
-    )
+    manifest = folder.harvested()
+    records, totals = manifest.shards, manifest.totals()
+    found = Check(folder.path, manifest.complete, len(records), totals["rows"], totals["size"])
     for record in records:
         problem = _problem(folder.path / record.file, record)
         if problem:

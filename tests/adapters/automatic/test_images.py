@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from adapters import verify
 from adapters.inputs.made import sample_inputs
-from adapters.stream_ends import Readout, tables
+from adapters.stream_ends import mean_at, tables
 from bridge import TransformerBridge
 from tests.adapters.mutations import declared_as
 from tests.tiny_models import config_for, tiny_of
@@ -221,7 +221,9 @@ def test_what_is_for_text_is_refused() -> None:
         bridge(images, return_type="loss")
 
 
-@pytest.mark.parametrize("name", ["HubertModel", "Wav2Vec2ForCTC", "ASTForAudioClassification"])
+@pytest.mark.parametrize(
+    "name", ["HubertModel", "Wav2Vec2ForCTC", "ASTForAudioClassification", "WhisperForAudioClassification"]
+)
 def test_encoders_of_sound(name: str) -> None:
     model, bridge, sound = made(name)
     report = verify(bridge)
@@ -240,5 +242,5 @@ def test_encoders_of_sound(name: str) -> None:
 
 def test_readouts_pool() -> None:
     x = torch.arange(12.0).view(1, 4, 3)
-    assert torch.equal(Readout(pooled=(1, None)).pool(x), x[:, 1:].mean(1))
-    assert Readout().pool(x) is x
+    assert torch.equal(mean_at((1, None), x), x[:, 1:].mean(1))
+    assert mean_at(None, x) is x

@@ -49,3 +49,19 @@ def test_a_run_that_fails_is_a_reason() -> None:
     ):
         TransformerBridge(model)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+_WHISPER = {
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": 61, "num_mel_bins": 8, "max_source_positions": 30,
+    "pad_token_id": 1, "bos_token_id": 1, "eos_token_id": 1, "decoder_start_token_id": 2,
+}  # fmt: skip
+
+
+def test_part_of_a_class_with_an_adapter() -> None:
+    """A part of Whisper's has none of the tokens that its adapter is for; its decoder alone needs what the bridge lacks."""
+    whole = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**_WHISPER)).eval()
+    with pytest.raises(UnsupportedModelError, match=r"WhisperEncoder has no decoder\.embed_tokens"):
+        TransformerBridge(whole.get_encoder(), automatic=False)
+    with pytest.raises(UnsupportedModelError, match="so no hook point that was inferred for WhisperDecoder holds"):
+        TransformerBridge(whole.get_decoder())

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 from torch import Tensor
 
+from adapters.proofs import mechanics
 from adapters.proofs.search import Proof
 from adapters.views import Call, View
 from bridge import TransformerBridge
 from tests.adapters.test_verify import change
 from tests.conftest import tiny
+from tests.tiny_models import tiny_model
 
 
 class WritesAnother(View):
@@ -27,6 +30,15 @@ class Fails(View):
 
 def test_what_holds_is_held() -> None:
     assert Proof(TransformerBridge(tiny("llama"))).run().not_offered == {}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bamba", "qwen2_moe", "gemma2"])
+def test_of_what_holds_nothing_is_tried_apart(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All hook points are tried together: halves of them are, and theirs again, where something raised an error."""
+    raised: list[str] = []
+    monkeypatch.setattr(mechanics, "one_line", lambda error: raised.append(str(error)) or "")
+    assert Proof(TransformerBridge(tiny_model(family))).run().not_offered == {}
+    assert raised == []
 
 
 def test_wrong_points_are_found_among_all() -> None:
