@@ -59,7 +59,7 @@ _WHISPER = {
 
 
 def test_part_of_a_class_with_an_adapter() -> None:
-    """A part of Whisper's has none of the tokens that its adapter is for; its decoder alone needs what the bridge lacks."""
+    """A part of Whisper's has none of the tokens of its adapter; its decoder alone needs what the bridge lacks."""
     whole = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**_WHISPER)).eval()
     with pytest.raises(UnsupportedModelError, match=r"WhisperEncoder has no decoder\.embed_tokens"):
         TransformerBridge(whole.get_encoder(), automatic=False)
