@@ -143,21 +143,17 @@ def _transformer_lens(hf: Any) -> Any:
 Hooks = list[tuple[dict[int, Any], Callable[..., None]]]
 
 
-def places(model: Any, bridge: TransformerBridge, kept: list[Any], gradients: bool = False) -> Hooks:
+def places(model: Any, bridge: TransformerBridge, kept: list[Any]) -> Hooks:
     """Where the floor's hooks stand, and they: found beforehand, as a bridge finds its own once.
 
     Args:
         model: the Hugging Face model.
         bridge: its bridge.
         kept: where the hooks put what they are given.
-        gradients: and the gradient of each tensor of floating-point numbers, too.
     """
 
     def keep(x: Any) -> None:
         kept.append(x)
-        first = x[0] if type(x) is tuple and x else x
-        if gradients and isinstance(first, torch.Tensor) and first.requires_grad:
-            first.register_hook(kept.append)
 
     found: Hooks = []
     for site in {hook.point.site for hook in bridge.hook_dict.values() if hook.point.group == "standard"}:
@@ -210,7 +206,7 @@ def backward(make: Callable[..., Any], shape: tuple[int, int], device: str) -> J
     hf = make().to(device)
     bridge, tokens = TransformerBridge(hf), tokens_for(hf, shape)
     kept: list[Any] = []
-    hooks = places(hf, bridge, kept, gradients=True)
+    hooks = places(hf, bridge, kept)
     names = [name for name, hook in bridge.hook_dict.items() if hook.point.group == "standard"]
     names = [name for name in names if not name.endswith(("hook_attn_scores", "hook_pattern"))]
 
@@ -218,12 +214,13 @@ def backward(make: Callable[..., Any], shape: tuple[int, int], device: str) -> J
         hf(tokens, labels=tokens).loss.backward()
         hf.zero_grad()
 
-    def floor() -> list[Any]:
-        with_hooks(hooks, lambda: hf(tokens, labels=tokens).loss.backward())
-        found = list(kept)
+    def floor() -> Any:
+        loss: list[torch.Tensor] = []
+        with_hooks(hooks, lambda: loss.append(hf(tokens, labels=tokens).loss))
+        found = [x[0] if type(x) is tuple and x else x for x in kept]
         kept.clear()
-        hf.zero_grad()
-        return found
+        wanted = [x for x in found if isinstance(x, torch.Tensor) and x.requires_grad]
+        return found, torch.autograd.grad(loss[0], wanted, allow_unused=True)  # none of parameters, as ours
 
     def ours(chosen: list[str] | None) -> Any:
         return bridge.run_with_cache(tokens, names_filter=chosen, return_type="loss", incl_bwd=True)

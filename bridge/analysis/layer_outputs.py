@@ -46,10 +46,12 @@ def results_of_layers(
         ValueError: an output projection has other weights now than in the run.
 
     Example:
+        >>> import torch
         >>> from bridge import TransformerBridge
         >>> from bridge.analysis.layer_outputs import results_of_layers
         >>> _, cache = TransformerBridge.boot_embedded().run_with_cache("Mary and")
-        >>> results_of_layers(cache, {layer: cache["z", layer][:, -1] for layer in (0, 1)}).shape
+        >>> with torch.no_grad():
+        ...     results_of_layers(cache, {layer: cache["z", layer][:, -1] for layer in (0, 1)}).shape
         torch.Size([8, 1, 128])
     """
     if torch.is_grad_enabled():
