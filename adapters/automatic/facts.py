@@ -19,6 +19,7 @@ from adapters.config import config_of, first, rotary_values
 from adapters.feed_forward import MLP
 from adapters.imports.versions import rotation_of
 from adapters.observe.calls import ModuleCall, Recording
+from adapters.observe.errors import NotFound
 from adapters.observe.gradients import gradient_of
 from adapters.paths import token_embedding
 from adapters.views import AlibiScores
@@ -188,7 +189,10 @@ def _looks_ahead(found: FoundStack) -> bool:
     """Whether the first token's last stream is made of later ones: of blocks in which no attention was found."""
     last = found.outputs[-1].live
     first = last[0] if found.positions_first else last[:, 0]
-    gradient = gradient_of(first.pow(2).sum(), found.stream.live)
+    try:
+        gradient = gradient_of(first.pow(2).sum(), found.stream.live)
+    except NotFound:  # the model writes over what it would be made from (RWKV): nothing says that it does
+        return False
     return gradient is not None and bool((gradient[1:] if found.positions_first else gradient[:, 1:]).any())
 
 
