@@ -29,7 +29,7 @@ from pathlib import Path
 import memory
 import torch
 import transformers
-from alternated import Timed, alternated
+from alternated import Timed, alternated, spread
 from rows import TABLES, Column, Table
 
 import bridge
@@ -123,7 +123,7 @@ def report(tables: list[Table], threads: list[int], seconds: float, device: str,
 
 
 def medians(tables: list[Table], seconds: float) -> dict[str, list[float]]:
-    """On one thread, each row's median, and that of its null."""
+    """On one thread, each row's ratios, and those of its null."""
     torch.set_num_threads(1)
     found: dict[str, list[float]] = {}
     for table in tables:
@@ -152,8 +152,7 @@ def compared(revision: str, only: str, seconds: float) -> None:
             print("| table | column | row | before | now |\n|---|---|---|---|---|")
             for name, ratios in now.items():
                 old = before.get(name)
-                said = "–" if old is None else f"{statistics.median(old):.3f}"
-                print(f"| {name} | {said} | {statistics.median(ratios):.3f} |")
+                print(f"| {name} | {'–' if old is None else spread(old)} | {spread(ratios)} |")
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", folder], cwd=ROOT, check=True)
 

@@ -145,6 +145,8 @@ class AttentionWatch(Watch):
             RuntimeError: it was not.
         """
         missed = [*(_PRODUCT if self._products else ()), *(_INSIDE if self._inside else ())]
+        if not missed:
+            return
         active = self.shown.active_points(missed)
         if self._went_by and all(x.kind == "follow" for point in active for x in point.visible_listeners()):
             return  # a trace that asked too late, which says so itself

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -20,7 +20,7 @@ from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Scope
 from bridge.hooks.modules import argument, element_of
 from bridge.wiring.site import SiteHook
-from bridge.wiring.torch_hooks import add_forward_hook, add_pre_hook, remove_forward_hook, remove_pre_hook
+from bridge.wiring.torch_hooks import OwnedHook, add_all, remove_all
 
 
 class Place:
@@ -65,30 +65,44 @@ class _Reading:
         self.keep, self.scope = keep, scope
 
 
+class _Turn:
+    """Whose turn it is to use the hooks of all places.
+
+    Attributes:
+        reading: the run that uses them now; None: no run does.
+    """
+
+    __slots__ = ("reading",)
+
+    def __init__(self) -> None:
+        self.reading: _Reading | None = None
+
+
 class ReadingHook:
     """The torch hook at one place. Runs use it one after the other.
 
-    Attributes:
-        reading: the run that uses it now.
+    Args:
+        place: the place; None in a copy, which does nothing.
+        turn: of all hooks that the same run uses.
     """
 
-    __slots__ = ("place", "reading")
+    __slots__ = ("place", "turn")
 
-    def __init__(self, place: Place | None) -> None:
+    def __init__(self, place: Place | None, turn: _Turn) -> None:
         if place is not None:
             self.place: Place = place
-        self.reading: _Reading | None = None
+        self.turn = turn
 
     # A copy of the model that is made meanwhile carries inert ones.
     def __reduce__(self) -> tuple[object, ...]:
-        return ReadingHook, (None,)
+        return _inert, ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReadingHook:
-        return ReadingHook(None)
+        return _inert()
 
     def on_output(self, module: nn.Module, args: Args, output: Any) -> None:
         """The forward hook."""
-        reading, context = self.reading, CURRENT.get()
+        reading, context = self.turn.reading, CURRENT.get()
         if reading is None or reading.scope not in context.visible:
             return  # another thread's run, which may also have ended by now
         place = self.place
@@ -98,7 +112,7 @@ class ReadingHook:
 
     def on_input(self, module: nn.Module, args: Args, kwargs: Kwargs | None = None) -> None:
         """The forward pre-hook."""
-        reading, context = self.reading, CURRENT.get()
+        reading, context = self.turn.reading, CURRENT.get()
         if reading is None or reading.scope not in context.visible:
             return
         place = self.place
@@ -106,6 +120,10 @@ class ReadingHook:
             plain = place.key is None and args and isinstance(args[0], Tensor)
             x = args[0] if plain else argument(module, args, kwargs or {}, place.key)[0]
             reading.keep(place, x, module, args, kwargs or {})
+
+
+def _inert() -> ReadingHook:
+    return ReadingHook(None, _Turn())
 
 
 class ReadingPlan:
@@ -135,8 +153,9 @@ class ReadingPlan:
         self._holders: dict[int, tuple[weakref.ref[nn.Module], list[int]]] = {}
         self._lasting = True
         self._places = [Place(site, self._find(site), at[site]) for site in at]
+        self._modules = [place.module for place in self._places]
         #: Hooks for all places that no run uses now: runs of several threads have some each.
-        self._idle: list[list[ReadingHook]] = []
+        self._idle: list[tuple[_Turn, list[OwnedHook]]] = []
 
     def _find(self, site: SiteHook) -> nn.Module:
         assert site.module is not None
@@ -157,7 +176,7 @@ class ReadingPlan:
             holder = known()
             if holder is None or [*map(id, holder._modules.values())] != inside:
                 return False
-        return None not in [place.module() for place in self._places]
+        return None not in [module() for module in self._modules]
 
     @property
     def is_free(self) -> bool:
@@ -176,27 +195,26 @@ class ReadingPlan:
             keep: is given what is read. It may keep the tensor, and must not change it.
             scope: the scope; None: all runs see it.
         """
-        reading, found = _Reading(keep, scope), [place.module() for place in self._places]
-        modules = [module for module in found if module is not None]
-        if len(modules) < len(found):
+        found = [module() for module in self._modules]
+        if None in found:
             raise RuntimeError(missing_module_message(self._places[found.index(None)].site.site.path))
+        modules = cast(list[nn.Module], found)
         try:
-            hooks = self._idle.pop()
+            turn, hooks = self._idle.pop()
         except IndexError:
-            hooks = [ReadingHook(place) for place in self._places]
+            turn, hooks = self._new_hooks()
+        turn.reading = _Reading(keep, scope)
         try:
-            for hook, place, module in zip(hooks, self._places, modules, strict=True):
-                hook.reading = reading
-                if place.before:
-                    add_pre_hook(module, hook, hook.on_input)
-                else:
-                    add_forward_hook(module, hook, hook.on_output)
+            add_all(modules, hooks)
             yield
         finally:
-            for hook, place, module in zip(hooks, self._places, modules, strict=True):
-                hook.reading = None
-                if place.before:
-                    remove_pre_hook(module, hook)
-                else:
-                    remove_forward_hook(module, hook)
-            self._idle.append(hooks)
+            turn.reading = None
+            remove_all(modules, hooks)
+            self._idle.append((turn, hooks))
+
+    def _new_hooks(self) -> tuple[_Turn, list[OwnedHook]]:
+        turn, made = _Turn(), []
+        for place in self._places:
+            hook = ReadingHook(place, turn)
+            made.append(OwnedHook(id(hook), hook.on_input if place.before else hook.on_output, place.before))
+        return turn, made

@@ -189,8 +189,8 @@ def test_hooks_that_wait_for_the_next_run_hold_nothing_of_the_last(bridge: Trans
     with pytest.raises(KeyError, match="as a user's hook may"):
         bridge.run_with_cache(tokens)
     handle.remove()
-    hooks = [hook for plan in bridge.wiring._plans for idle in plan._idle for hook in idle]
-    assert hooks and all(hook.reading is None for hook in hooks)
+    turns = [turn for plan in bridge.wiring._plans for turn, _ in plan._idle]
+    assert turns and all(turn.reading is None for turn in turns)
     assert torch_hooks(bridge.original_model) == 0
 
 
