@@ -50,22 +50,19 @@ class CheckpointedBlocks:
     """
 
     def __init__(self, modules: Sequence[Finder], attaches: AttachesScopes | None = None) -> None:
-        #: By the path that leads to several of them: to find each anew from the model took longer than a hook.
-        self._inside: dict[str, list[Finder]] = {}
+        #: By the path that leads to several of them, with their names there: to find each anew from the model took
+        #: longer than a hook.
+        self._inside: dict[str, list[tuple[str, Finder]]] = {}
         for finder in modules:
-            self._inside.setdefault(".".join(finder.parts[:-1]), []).append(finder)
+            *above, name = finder.parts or [""]
+            self._inside.setdefault(".".join(above), []).append((name, finder))
         self._attaches = attaches
         self._prepared: list[nn.Module] = []
 
     def prepare(self) -> None:
         """Puts our function before the model's own, where checkpointing is switched on."""
-        for finder, module in self._found():
-            own = module.__dict__.get(_NAME)
-            if (
-                own is None
-                or isinstance(own, _CheckpointFunction)
-                or not (module.training and module.gradient_checkpointing)
-            ):
+        for finder, module, own in self._found():
+            if isinstance(own, _CheckpointFunction) or not (module.training and module.gradient_checkpointing):
                 continue
             if finder.call is not None:
                 raise RuntimeError(
@@ -76,13 +73,18 @@ class CheckpointedBlocks:
             module.__dict__[_NAME] = _CheckpointFunction(own, ".".join(finder.parts), self._attaches)
             self._prepared.append(module)
 
-    def _found(self) -> Iterator[tuple[Finder, nn.Module]]:
-        """The modules that stand there now."""
+    def _found(self) -> Iterator[tuple[Finder, nn.Module, Callable[..., Any]]]:
+        """The modules there that have a checkpointing function, and it: asked in each step of a generation."""
         for path, finders in self._inside.items():
-            holder = Finder(finders[0].root, path).module
-            for finder in finders:
-                child = holder._modules.get(finder.parts[-1]) if finder.parts else holder
-                yield finder, finder.module if child is None else child
+            holder = Finder(finders[0][1].root, path).module
+            inside = holder._modules
+            for name, finder in finders:
+                module = inside.get(name)
+                if module is None:
+                    module = finder.module
+                own = module.__dict__.get(_NAME)
+                if own is not None:
+                    yield finder, module, own
 
     def release(self) -> None:
         """Takes it back."""
