@@ -16,7 +16,7 @@ from adapters.views import Affine, parameters_of
 from weight_processing.parts import Norm, ProcessedParts, norm_parameters
 from weight_processing.saving import SavedBiases
 from weight_processing.spread import held_here, is_sharded
-from weight_processing.steps import written
+from weight_processing.steps import TRANSFORMS
 
 #: How many rows or columns of a matrix are looked at.
 _SAMPLE = 64
@@ -103,7 +103,7 @@ class Limits:
         """Every matrix that is written has to be a view of a parameter of a plain layer."""
         stored = self._stored()
         for place, getters in self.parts.by_place(
-            (name, (name, get)) for name, get in written(self.parts, step).items()
+            (name, (name, get)) for name, get in TRANSFORMS[step].writes(self.parts).items()
         ):
             with self.parts.around(place):
                 if self.parts.spread:
