@@ -128,15 +128,21 @@ def _forms(evidence: Evidence) -> Iterator[tuple[str, object]]:
     if cfg.final_rms or not (cfg.normalization_type or "").startswith("RMS"):  # False says nothing where all are
         yield "final_rms", final_rms
     yield "post_embedding_ln", architecture.embedding.norm is not None and architecture.embedding.norm_of_sum is None
-    base = module_at(evidence.bridge.original_model, evidence.base)
-    shifted = any(part.qk_shift for part in attentions)
-    rotary, standard = any(part.rotary for part in attentions), architecture.embedding.adds_places(base)
-    alike = {"alibi", "relative_positional_bias"}  # told apart by the scores
-    if cfg.positional_embedding_type not in alike and attentions:
-        kind = "rotary" if rotary else "shortformer" if shifted else "standard" if standard else "none"
-        yield "positional_embedding_type", kind
+    by_scores = cfg.positional_embedding_type in ("alibi", "relative_positional_bias")  # told apart by them
+    if attentions and not by_scores:
+        yield "positional_embedding_type", _kind_of_positions(evidence, attentions)
     if cfg.attn_types is not None:
         yield "use_local_attn", "local" in cfg.attn_types
+
+
+def _kind_of_positions(evidence: Evidence, attentions: list[Attention]) -> str:
+    """How positions come in, other than by what is added to scores."""
+    if any(part.rotary for part in attentions):
+        return "rotary"
+    if any(part.qk_shift for part in attentions):
+        return "shortformer"
+    base = module_at(evidence.bridge.original_model, evidence.base)
+    return "standard" if evidence.bridge.architecture.embedding.adds_places(base) else "none"
 
 
 def _blocks(evidence: Evidence, architecture: Architecture) -> list[Block]:
