@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Set
 from dataclasses import replace
-from typing import cast
+from typing import Unpack, cast
 
 from torch import Tensor, nn
 
 from adapters.architecture import Architecture, Stack
 from adapters.norms import Norm, norm_points
 from adapters.paths import call_number, has_module, join, module_at, module_path, path_from
-from adapters.points import Point, PointList, Site
+from adapters.points import MoreOfPoint, Point, PointList, Site
 from adapters.stream_ends import Embedding, Head
 from adapters.views import Composed, Copied, Patches, PositionsFirst, Scaled, WithBatchAxis
 
@@ -52,11 +53,21 @@ def embedding_points(architecture: Architecture, base: str, model: nn.Module, d_
         site = Site(join(base, made.positions), "output")
         names = ("hook_pos_embed", "pos_embed.hook_out")
         name, aliases = ("embed.hook_pos_embed", names) if together else (names[0], names[1:])
-        points.add(name, site, WithBatchAxis(), total, aliases=aliases, sources=(tokens,))
+        _add_positions(points, made, name, site, tokens, axes=total, aliases=aliases)
     _add_sum(points, made, base, total)
     found = copied(points.points, architecture.stack.changed_below(base, in_blocks=False))
     view = architecture.stack.stream_view
     return batch_first(found) if isinstance(view, PositionsFirst) and view.embeddings else found
+
+
+def _add_positions(
+    points: PointList, made: Embedding, name: str, site: Site, tokens: Site, **more: Unpack[MoreOfPoint]
+) -> None:
+    """The table of positions; where it does not have rows for each text, with those of the table of tokens."""
+    if made.positions_of_tokens:
+        points.add(name, site, **more)
+    else:
+        points.add(name, site, WithBatchAxis(), sources=(tokens,), **more)
 
 
 def image_points(made: Embedding, base: str, model: nn.Module) -> list[Point]:
@@ -88,7 +99,8 @@ def batch_first(points: list[Point]) -> list[Point]:
     """The points of modules that are given positions first, with the batch first."""
     return [
         replace(point, view=Composed(point.view, PositionsFirst()))
-        if point.axes.startswith("batch pos") and point.site.kind != "attention"  # a kernel has heads before positions
+        # A kernel has heads before positions.
+        if re.match(r"batch \w*pos\b", point.axes) and point.site.kind != "attention"
         else point
         for point in points
     ]
@@ -116,7 +128,7 @@ def add_own_embeddings(points: PointList, stack: Stack, base: str) -> None:
     points.add(f"{stack.name}_embed.hook_out", tokens, scaled, group="extra")
     if made.positions:
         site = Site(join(base, made.positions), "output")
-        points.add(f"{stack.name}_pos_embed.hook_out", site, WithBatchAxis(), group="extra", sources=(tokens,))
+        _add_positions(points, made, f"{stack.name}_pos_embed.hook_out", site, tokens, group="extra")
     if made.types:
         points.add(f"{stack.name}_token_type_embed.hook_out", Site(join(base, made.types), "output"), group="extra")
     if made.norm:

@@ -176,8 +176,8 @@ def _positions(evidence: Evidence, findings: Findings) -> None:
         if isinstance(table, Tensor):
             before = int(getattr(call.module, "offset", 0)) if call else 0
             seen = table.shape[0] - before
-            given = call.input if call else None
-            if given is not None and not given.is_floating_point() and cfg.n_ctx == seen - int(given.min()):
+            first = (table == call.output.flatten(0, -2)[0].to(table)).all(-1).nonzero().flatten() if call else ()
+            if len(first) and cfg.n_ctx == len(table) - int(first[0]):
                 seen = cfg.n_ctx  # the model counts from a later row
             findings.holds(CLAIM, "cfg.n_ctx", cfg.n_ctx == seen, f"it says {cfg.n_ctx}, and the model has {seen}")
     start = cfg.decoder_start_token_id
