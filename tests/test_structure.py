@@ -90,6 +90,10 @@ MUTABLE = {
     ("adapters/registry.py", "_loaded"): "whether other packages' families are in the registry",
     ("adapters/registry.py", "_LOADING"): "held while they are imported",
     ("bridge/generation/batch.py", "_TURN"): "held while a pass is under way that has a configuration say other things",
+    (
+        "bridge/programs/compiled.py",
+        "_CODES",
+    ): "what torch compiled, for like programs to come; let go of with the bridge",
     ("bridge/run/layer_range.py", "_LOCK"): "held while a model's module is changed for a run, or changed back",
     ("bridge/taps/patched_functions.py", "LOCK"): "held while a function that models look up is exchanged, or put back",
     (

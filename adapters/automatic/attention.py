@@ -269,7 +269,7 @@ class FoundAttention:
             NotFound: a projection could not be found.
         """
         if self.missing:
-            raise NotFound("; ".join(f"{letter}: {reason}" for letter, reason in self.missing.items()))
+            raise NotFound("; ".join(f"{letter}: {reason}" for letter, reason in sorted(self.missing.items())))
         owner = self.owner.path
         projections = {}
         for letter, (call, sets, _) in self.found.items():
