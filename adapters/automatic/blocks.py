@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from adapters.automatic.norms import norm_kind
-from adapters.config import config_of
 from adapters.inputs.arguments import accepted_arguments
 from adapters.observe.calls import BorderTensor, ModuleCall, Recording
 from adapters.observe.errors import NotFound

@@ -405,10 +405,12 @@ class _Inference:
         return declared
 
     def _mlp(self, part: FoundPart, norms: Norms, block: ModuleCall) -> Part:
-        found = FoundMLP(part, block.path, self.config, norms, block.given)
+        said = next((str(each) for each in self.facts.counts.get("act_fn", ()) if each), None)
+        found = FoundMLP(part, block.path, self.config, norms, block.given, said)
         declared = found.declare()
         self.facts.add("d_mlp", found.d_mlp)
-        self.facts.add("act_fn", act_fn_name(found.act_fn))
+        if found.act_fn or not said:
+            self.facts.add("act_fn", act_fn_name(found.act_fn))
         return declared
 
     def _mixer(

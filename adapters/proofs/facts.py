@@ -96,7 +96,7 @@ def _last_of_experts(evidence: Evidence) -> set[int]:
 def _tied(evidence: Evidence, table: Tensor | None) -> bool:
     """One tensor is both the embedding and the unembedding; without an unembedding, what the configuration says."""
     model, path = evidence.bridge.original_model, evidence.from_model("." + evidence.bridge.architecture.readout.path)
-    if not has_module(model, path):
+    if not evidence.bridge.architecture.readout.path or not has_module(model, path):
         return evidence.bridge.cfg.tie_word_embeddings
     weight = getattr(model.get_submodule(path), "weight", None)
     tables = [table]
