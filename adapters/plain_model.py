@@ -156,7 +156,7 @@ def _ends(module: nn.Module) -> tuple[str, str | None]:
     except WRONG as error:
         raise UnsupportedModelError(
             f"{name} is no model of transformers, and does not run on tokens alone ({one_line(error)}): tokens have to "
-            "go in, as its first argument, and logits come out"
+            f"go in, as its first argument, and logits come out{_held(module)}"
         ) from error
     calls = sorted(recording.calls, key=lambda call: call.end)
     tables = [call.path for call in calls if _looks_up(call, tokens)]
@@ -165,6 +165,14 @@ def _ends(module: nn.Module) -> tuple[str, str | None]:
     if not tables or not isinstance(module.get_submodule(tables[0]), nn.Embedding):
         raise UnsupportedModelError(f"{name} looks tokens up in no nn.Embedding: how many there are is not known")
     return tables[0], made[-1] if made else None
+
+
+def _held(module: nn.Module) -> str:
+    """Where a module of another library has a model of transformers (sentence-transformers)."""
+    held = next(((path, each) for path, each in module.named_modules() if isinstance(each, PreTrainedModel)), None)
+    if held is None:
+        return ""
+    return f". It holds a {type(held[1]).__name__}, which can be wrapped: its get_submodule({held[0]!r})"
 
 
 def _looks_up(call: ModuleCall, tokens: Tensor) -> bool:
