@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Set
 from dataclasses import replace
-from typing import Unpack, cast
+from typing import cast
 
 from torch import Tensor, nn
 
 from adapters.architecture import Architecture, Stack
 from adapters.norms import Norm, norm_points
 from adapters.paths import call_number, has_module, join, module_at, module_path, path_from
-from adapters.points import MoreOfPoint, Point, PointList, Site
+from adapters.points import Point, PointList, Site
 from adapters.stream_ends import Embedding, Head
-from adapters.views import Composed, Copied, Patches, PositionsFirst, Scaled, WithBatchAxis
+from adapters.views import Composed, Copied, Patches, PositionsFirst, Scaled, View, WithBatchAxis
 
 
 def embedding_points(architecture: Architecture, base: str, model: nn.Module, d_model: int) -> list[Point]:
@@ -53,21 +53,17 @@ def embedding_points(architecture: Architecture, base: str, model: nn.Module, d_
         site = Site(join(base, made.positions), "output")
         names = ("hook_pos_embed", "pos_embed.hook_out")
         name, aliases = ("embed.hook_pos_embed", names) if together else (names[0], names[1:])
-        _add_positions(points, made, name, site, tokens, axes=total, aliases=aliases)
+        view, sources = _of_positions(made, tokens)
+        points.add(name, site, view, total, aliases=aliases, sources=sources)
     _add_sum(points, made, base, total)
     found = copied(points.points, architecture.stack.changed_below(base, in_blocks=False))
     view = architecture.stack.stream_view
     return batch_first(found) if isinstance(view, PositionsFirst) and view.embeddings else found
 
 
-def _add_positions(
-    points: PointList, made: Embedding, name: str, site: Site, tokens: Site, **more: Unpack[MoreOfPoint]
-) -> None:
-    """The table of positions; where it does not have rows for each text, with those of the table of tokens."""
-    if made.positions_of_tokens:
-        points.add(name, site, **more)
-    else:
-        points.add(name, site, WithBatchAxis(), sources=(tokens,), **more)
+def _of_positions(made: Embedding, tokens: Site) -> tuple[View | None, tuple[Site, ...]]:
+    """How a table of positions is seen, and with the help of what: of that of tokens, where it has one row for all."""
+    return (None, ()) if made.positions_of_tokens else (WithBatchAxis(), (tokens,))
 
 
 def image_points(made: Embedding, base: str, model: nn.Module) -> list[Point]:
@@ -128,7 +124,8 @@ def add_own_embeddings(points: PointList, stack: Stack, base: str) -> None:
     points.add(f"{stack.name}_embed.hook_out", tokens, scaled, group="extra")
     if made.positions:
         site = Site(join(base, made.positions), "output")
-        _add_positions(points, made, f"{stack.name}_pos_embed.hook_out", site, tokens, group="extra")
+        view, sources = _of_positions(made, tokens)
+        points.add(f"{stack.name}_pos_embed.hook_out", site, view, group="extra", sources=sources)
     if made.types:
         points.add(f"{stack.name}_token_type_embed.hook_out", Site(join(base, made.types), "output"), group="extra")
     if made.norm:

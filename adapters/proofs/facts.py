@@ -176,8 +176,9 @@ def _positions(evidence: Evidence, findings: Findings) -> None:
         if isinstance(table, Tensor):
             before = int(getattr(call.module, "offset", 0)) if call else 0
             seen = table.shape[0] - before
-            first = (table == call.output.flatten(0, -2)[0].to(table)).all(-1).nonzero().flatten() if call else ()
-            if len(first) and cfg.n_ctx == len(table) - int(first[0]):
+            row = call.result.flatten(0, -2)[0].to(table) if call and call.result is not None else table[0]
+            first = (table == row).all(-1).nonzero().flatten().tolist()
+            if first and cfg.n_ctx == len(table) - first[0]:
                 seen = cfg.n_ctx  # the model counts from a later row
             findings.holds(CLAIM, "cfg.n_ctx", cfg.n_ctx == seen, f"it says {cfg.n_ctx}, and the model has {seen}")
     start = cfg.decoder_start_token_id
