@@ -198,30 +198,13 @@ def mixture_points(
         shape = f"batch {points.pos} {axes}"
         points.add(name, site, FlatRows(), shape, group=group, aliases=aliases, sources=rows)
 
-    router = join(module, mlp.router)
-    # As in HookedTransformer, an expert's weight is its probability before the best are chosen; where these are chosen
-    # before that is computed, it is what the expert's output is multiplied with: zero for those that are not chosen.
-    chooses, path, returns = join(module, mlp.chooses), join(module, mlp.experts), mlp.router_returns
-    made = "logits" if mlp.chosen_by == "logits" else "product"
-    logits, weights = Site(chooses, "router", made), Site(chooses, "router", "weights")
-    if mlp.in_batches:
-        weights = Site(router, "output", returns.index("every weight"))
-    elif mlp.chosen_by.endswith("probabilities"):
-        logits, weights = Site(chooses, "softmax", "scores"), Site(chooses, "softmax", "pattern")
-    add("hook_router_logits", logits, "n_experts", "extra", ("gate.hook_out",))
-    if weights.kind != "router" or "weights" in returns:
-        add("hook_expert_weights", weights, "n_experts")
-    if "weights" in returns:
-        add("hook_topk_weights", Site(router, "output", returns.index("weights")), "experts_per_token", "extra")
-    elif not (mlp.in_batches or are_modules(experts)):
-        add("hook_topk_weights", Site(path, "input", "top_k_weights"), "experts_per_token", "extra")
-    if "indices" in returns:
-        chosen = Site(router, "output", returns.index("indices"))
-    elif mlp.in_batches or are_modules(experts):
-        chosen = Site(chooses, "router", "indices")
-    else:
-        chosen = Site(path, "input", "top_k_index")
-    add("hook_expert_indices", chosen, "experts_per_token")
+    path, routing = join(module, mlp.experts), _routing(mlp, module, are_modules(experts))
+    add("hook_router_logits", routing["logits"], "n_experts", "extra", ("gate.hook_out",))
+    if "weights" in routing:
+        add("hook_expert_weights", routing["weights"], "n_experts")
+    if "weights of the chosen" in routing:
+        add("hook_topk_weights", routing["weights of the chosen"], "experts_per_token", "extra")
+    add("hook_expert_indices", routing["indices"], "experts_per_token")
     _expert_points(points, mlp, path, num_experts, experts)
     if mlp.shared:
         shared = join(module, mlp.shared.path)
@@ -229,6 +212,35 @@ def mixture_points(
         add("shared_expert.hook_out", Site(shared, "output"), "d_model", "extra")
     if mlp.shared_gate:
         add("shared_expert_gate.hook_out", Site(join(module, mlp.shared_gate.projection.path), "output"), "1", "extra")
+
+
+def _routing(mlp: MoE, module: str, of_modules: bool) -> dict[str, Site]:
+    """Where the logits of a router stand, and which experts it chooses with which weights.
+
+    As in HookedTransformer, an expert's weight is its probability before the best are chosen; where these are chosen
+    before that is computed, it is what the expert's output is multiplied with: zero for those that are not chosen.
+
+    Args:
+        mlp, module: as for `mixture_points`.
+        of_modules: the experts are modules of their own, which are given neither indices nor weights.
+    """
+    router, chooses, path = (join(module, at) for at in (mlp.router, mlp.chooses, mlp.experts))
+    returned = {what: Site(router, "output", place) for place, what in enumerate(mlp.router_returns)}
+    made = "logits" if mlp.chosen_by == "logits" else "product"
+    found = {"logits": Site(chooses, "router", made)}
+    if mlp.in_batches:
+        found["weights"] = returned["every weight"]
+    elif mlp.chosen_by.endswith("probabilities"):
+        found = {"logits": Site(chooses, "softmax", "scores"), "weights": Site(chooses, "softmax", "pattern")}
+    elif "weights" in returned:
+        found["weights"] = Site(chooses, "router", "weights")
+    given = not (mlp.in_batches or of_modules)
+    if "weights" in returned:
+        found["weights of the chosen"] = returned["weights"]
+    elif given:
+        found["weights of the chosen"] = Site(path, "input", "top_k_weights")
+    own = Site(path, "input", "top_k_index") if given else Site(chooses, "router", "indices")
+    return found | {"indices": returned.get("indices", own)}
 
 
 def _expert_points(points: PointList, mlp: MoE, path: str, num_experts: int, experts: nn.Module | None) -> None:

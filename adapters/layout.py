@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -306,6 +307,23 @@ def _named(core: nn.Module, name: str) -> dict[str, str]:
 def _by_plan(
     path: str, core: nn.Module, plan: Mapping[str, str], spread: Mapping[str, DTensor], said: list[str]
 ) -> Layout:
+    mesh = _mesh(core, plan, spread)
+    inside = f"{path}." if path else ""
+    sizes = {inside + name: size for name, size in _whole_sizes(core, plan, spread).items()}
+    kinds = {"expert" if style in _WHOLE_EXPERTS else "tensor" for style in plan.values()}
+    said.append(f"{' and '.join(sorted(kinds, reverse=True))} parallel over {mesh.size()} processes")
+    styles = {inside + name: style for name, style in plan.items()}
+    bare = frozenset(inside + name for name, module in core.named_modules() if next(module.parameters(), None) is None)
+    group = mesh.get_group()
+    return Layout("; ".join(said), Peers(group, _side_of(group)), styles, sizes, bare=bare)
+
+
+def _mesh(core: nn.Module, plan: Mapping[str, str], spread: Mapping[str, DTensor]) -> DeviceMesh:
+    """The processes that a model is cut for.
+
+    Raises:
+        SpreadModelError: it is cut in a way of which it is not known what each process has.
+    """
     if "sequence_parallel" in plan.values():
         raise SpreadModelError("the model is sequence parallel: a hook would be shown some of the positions")
     if not spread:
@@ -328,20 +346,19 @@ def _by_plan(
             "the plan gives each process the logits of a part of the vocabulary: let it say colwise_gather_output of "
             "the output layer"
         )
-    inside = f"{path}." if path else ""
+    return mesh
+
+
+def _whole_sizes(core: nn.Module, plan: Mapping[str, str], spread: Mapping[str, DTensor]) -> dict[str, int]:
+    """How wide the whole is of which a process has a part, by the names in the plan."""
     sizes = {}
     for name, style in plan.items():
         module = module_at(core, name) if f"{name}.weight" in spread else None
         if module is not None and style in (_GIVES_PART, _TAKES_PART):
-            sizes[inside + name] = int(getattr(module, "out_features" if style == _GIVES_PART else "in_features"))
+            sizes[name] = int(getattr(module, "out_features" if style == _GIVES_PART else "in_features"))
         elif name in spread and style == _TAKES_PART:
-            sizes[inside + name] = spread[name].shape[-1]
-    kinds = {"expert" if style in _WHOLE_EXPERTS else "tensor" for style in plan.values()}
-    said.append(f"{' and '.join(sorted(kinds, reverse=True))} parallel over {mesh.size()} processes")
-    styles = {inside + name: style for name, style in plan.items()}
-    bare = frozenset(inside + name for name, module in core.named_modules() if next(module.parameters(), None) is None)
-    group = mesh.get_group()
-    return Layout("; ".join(said), Peers(group, _side_of(group)), styles, sizes, bare=bare)
+            sizes[name] = spread[name].shape[-1]
+    return sizes
 
 
 def _refuse_cut_heads(core: nn.Module, plan: Mapping[str, str], processes: int) -> None:

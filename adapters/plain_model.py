@@ -146,6 +146,21 @@ def _ends(module: nn.Module) -> tuple[str, str | None]:
     if parameter is None or parameter.is_meta:
         raise UnsupportedModelError(f"{name} has no weights, and what plays which part is found in a run")
     tokens = torch.tensor([[1, 0]], device=parameter.device)
+    calls, logits = _run_of_matrices(module, tokens)
+    tables = [call.path for call in calls if _looks_up(call, tokens)]
+    outputs = [(call.path, call.output) for call in calls if call.path not in tables]
+    made = [path for path, x in outputs if isinstance(x, Tensor) and x.shape == logits.shape]
+    if not tables or not isinstance(module.get_submodule(tables[0]), nn.Embedding):
+        raise UnsupportedModelError(f"{name} looks tokens up in no nn.Embedding: how many there are is not known")
+    return tables[0], made[-1] if made else None
+
+
+def _run_of_matrices(module: nn.Module, tokens: Tensor) -> tuple[list[ModuleCall], Tensor]:
+    """The calls of all modules that have a matrix, as they end in a run on tokens, and its logits.
+
+    Raises:
+        UnsupportedModelError: it does not run on tokens alone.
+    """
     weights = [(path, each, getattr(each, "weight", None)) for path, each in module.named_modules()]
     matrices = [(path, each) for path, each, weight in weights if isinstance(weight, Tensor) and weight.ndim == 2]
     try:
@@ -155,16 +170,18 @@ def _ends(module: nn.Module) -> tuple[str, str | None]:
         raise
     except WRONG as error:
         raise UnsupportedModelError(
-            f"{name} is no model of transformers, and does not run on tokens alone ({one_line(error)}): tokens have to "
-            "go in, as its first argument, and logits come out"
+            f"{type(module).__name__} is no model of transformers, and does not run on tokens alone "
+            f"({one_line(error)}): tokens have to go in, as its first argument, and logits come out{_held(module)}"
         ) from error
-    calls = sorted(recording.calls, key=lambda call: call.end)
-    tables = [call.path for call in calls if _looks_up(call, tokens)]
-    outputs = [(call.path, call.output) for call in calls if call.path not in tables]
-    made = [path for path, x in outputs if isinstance(x, Tensor) and x.shape == logits.shape]
-    if not tables or not isinstance(module.get_submodule(tables[0]), nn.Embedding):
-        raise UnsupportedModelError(f"{name} looks tokens up in no nn.Embedding: how many there are is not known")
-    return tables[0], made[-1] if made else None
+    return sorted(recording.calls, key=lambda call: call.end), logits
+
+
+def _held(module: nn.Module) -> str:
+    """Where a module of another library has a model of transformers (sentence-transformers)."""
+    held = next(((path, each) for path, each in module.named_modules() if isinstance(each, PreTrainedModel)), None)
+    if held is None:
+        return ""
+    return f". It holds a {type(held[1]).__name__}, which can be wrapped: its get_submodule({held[0]!r})"
 
 
 def _looks_up(call: ModuleCall, tokens: Tensor) -> bool:

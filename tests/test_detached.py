@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 #: What could be distributions of their own.
-ABOVE = ("legacy", "harvest", "patching", "circuits", "tasks", "pictures")
+ABOVE = ("legacy", "harvest", "patching", "circuits", "features", "tasks", "pictures")
 
 _CORE_ALONE = f"""
 import importlib.abc

@@ -360,6 +360,23 @@ def _enlarged(name: str, value: Any) -> Any:
     return 512 if value == 32 and name in (*widths, "qk_channels", "v_channels", "intra_bottleneck_size") else value
 
 
+def _layers(
+    cls: type[PreTrainedConfig], default: PreTrainedConfig, given: Mapping[str, Any]
+) -> tuple[int, dict[str, list[str]]]:
+    """How many layers there are: two, or one of each kind; and their kinds, by the fields that say them."""
+    aliases, layers = cls.attribute_map or {}, 2
+    kinds: dict[str, list[str]] = {}
+    for name in ("layer_types", "mlp_layer_types"):
+        if aliases.get(name, name) in given or _is_computed(cls, aliases.get(name, name)):
+            continue
+        if found := getattr(default, name, None):
+            kinds[name] = list(dict.fromkeys(found))
+            layers = max(layers, len(kinds[name]))
+    for name in ("layer_types", "layers_block_type"):
+        layers = len(given[name]) if isinstance(given.get(name), list) else layers
+    return layers, kinds
+
+
 def _fields(cls: type[PreTrainedConfig], given: Mapping[str, Any], sizes: Mapping[str, Any] = SIZES) -> dict[str, Any]:
     """What a configuration class is given: the sizes that it has fields for, one layer of each kind, what it needs."""
     default = cls()
@@ -373,19 +390,8 @@ def _fields(cls: type[PreTrainedConfig], given: Mapping[str, Any], sizes: Mappin
     rotated = getattr(default, "partial_rotary_factor", None)
     if isinstance(rotated, float) and rotated < 1:
         fields["partial_rotary_factor"] = 0.5
-    layers = 2
-    kinds: dict[str, list[str]] = {}
-    for name in ("layer_types", "mlp_layer_types"):
-        if aliases.get(name, name) in given or _is_computed(cls, aliases.get(name, name)):
-            continue
-        if found := getattr(default, name, None):
-            kinds[name] = list(dict.fromkeys(found))
-            layers = max(layers, len(kinds[name]))
-    for name in ("layer_types", "layers_block_type"):
-        layers = len(given[name]) if isinstance(given.get(name), list) else layers
-    for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
-        if name in fields:
-            fields[name] = layers
+    layers, kinds = _layers(cls, default, given)
+    fields |= {name: layers for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers") if name in fields}
     fields |= {name: (found * layers)[:layers] for name, found in kinds.items()}
     for name, factor in FACTORS.items():
         if name in names and isinstance(getattr(default, name, None), int | float):

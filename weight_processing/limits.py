@@ -16,7 +16,7 @@ from adapters.views import Affine, parameters_of
 from weight_processing.parts import Norm, ProcessedParts, norm_parameters
 from weight_processing.saving import SavedBiases
 from weight_processing.spread import held_here, is_sharded
-from weight_processing.steps import written
+from weight_processing.steps import TRANSFORMS
 
 #: How many rows or columns of a matrix are looked at.
 _SAMPLE = 64
@@ -28,6 +28,11 @@ _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def no_processing(core: PreTrainedModel, architecture: Architecture) -> str:
     """Why nothing of a model can be processed, "" where something can."""
+    return _why_not_declared(core, architecture) or _why_not_stored(core)
+
+
+def _why_not_declared(core: PreTrainedModel, architecture: Architecture) -> str:
+    """What of a declaration HookedTransformer's weights have no place for; "" where all fits."""
     if len(architecture.stacks) > 1 or architecture.norms_on_the_stream:
         return (
             f"{type(core).__name__} is not one stack of blocks, each reading the residual stream through a norm; "
@@ -40,12 +45,17 @@ def no_processing(core: PreTrainedModel, architecture: Architecture) -> str:
         return "its blocks change what a part puts out by parameters of their own, or add it later than it was made"
     if architecture.stack.shares_modules:
         return "its blocks are one module: what is folded into one would be folded into all of them"
-    attentions = [part for block in architecture.stack.every_block for part in block.attentions]
+    attentions = [part for block in blocks for part in block.attentions]
     if any(part.from_latents for part in attentions):
         return "its queries, or its keys and values, are made from latents: no matrix of theirs reads the stream"
     own_heads = any(part.config_values.keys() & {"n_heads", "n_key_value_heads"} for part in attentions)
     if own_heads or any(each.width for part in attentions for each in part.projections.values()):
         return "its layers do not all have heads of one number and width, as HookedTransformer's have"
+    return ""
+
+
+def _why_not_stored(core: PreTrainedModel) -> str:
+    """Why parameters are no plain numbers that could be changed; "" where they are."""
     meta = [name for name, parameter in core.named_parameters() if parameter.is_meta]
     if meta:
         return f"{len(meta)} parameters, such as {meta[0]}, have no values (device meta: not loaded, or offloaded)"
@@ -103,7 +113,7 @@ class Limits:
         """Every matrix that is written has to be a view of a parameter of a plain layer."""
         stored = self._stored()
         for place, getters in self.parts.by_place(
-            (name, (name, get)) for name, get in written(self.parts, step).items()
+            (name, (name, get)) for name, get in TRANSFORMS[step].writes(self.parts).items()
         ):
             with self.parts.around(place):
                 if self.parts.spread:

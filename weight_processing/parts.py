@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from adapters import MLP, Attention, MoE, Weights
 from adapters.architecture import NamedStep
 from adapters.linear import is_linear, weight_in_out
+from adapters.norms import Norm as DeclaredNorm
 from adapters.norms import NormKind
 from adapters.paths import join
 from adapters.views import Call, Heads
@@ -156,14 +157,8 @@ class ProcessedParts:
 
     def _norms(self) -> Iterator[Norm]:
         for name, path, named in self.steps:
-            norm = named.step.pre
-            if norm and named.leads and not norm.kind.identity:
-                together = [named]
-                if named.shared:
-                    together += [other for at, _, other in self.steps if at == name and other.name in named.shared]
-                readers = tuple(reader for one in together for reader in self._readers(name, path, one))
-                gated = any(isinstance(one.step.part, MLP) and one.step.part.gate for one in together)
-                yield Norm(f"{name}.{named.norm}", join(path, norm.path), norm.kind, readers, gated)
+            if named.step.pre and named.leads and not named.step.pre.kind.identity:
+                yield self._norm_before(name, path, named, named.step.pre)
             part, at = named.step.part, f"{name}.{named.name}"
             if isinstance(part, MLP) and part.ln:
                 down = join(path, part.path, part.down)
@@ -174,6 +169,15 @@ class ProcessedParts:
             unembed = "." + self.architecture.readout.path
             reader = NormReader("unembed.W_U", self.get("unembed.W_U"), self.get("unembed.b_U"), unembed)
             yield Norm("ln_final", final.path, self.final_kind, (reader,))
+
+    def _norm_before(self, name: str, path: str, named: NamedStep, norm: DeclaredNorm) -> Norm:
+        """The norm that a step reads through, with those that share it."""
+        together = [named]
+        if named.shared:
+            together += [other for at, _, other in self.steps if at == name and other.name in named.shared]
+        readers = tuple(reader for one in together for reader in self._readers(name, path, one))
+        gated = any(isinstance(one.step.part, MLP) and one.step.part.gate for one in together)
+        return Norm(f"{name}.{named.norm}", join(path, norm.path), norm.kind, readers, gated)
 
     def _readers(self, name: str, path: str, named: NamedStep) -> Iterator[NormReader]:
         """The matrices of a step that read its norm."""
@@ -198,26 +202,31 @@ class ProcessedParts:
                 yield NormReader(f"{at}.W_gate", self.get(f"{at}.W_gate"), None, join(inside, mlp.gate.path))
 
     def _writers(self) -> Iterator[tuple[str, Get]]:
-        getters = self.weights.getters
         for name in ("embed.W_E", "pos_embed.W_pos"):
-            if name in getters:
-                yield name, getters[name]
+            if name in self.weights.getters:
+                yield name, self.weights.getters[name]
         for name, path, named in self.steps:
             part, at = named.step.part, f"{name}.{named.name}"
             if isinstance(part, Attention):
-                yield f"{at}.W_O", getters[f"{at}.W_O"]
-                if self.has_bias(join(path, part.path, part.o)):
-                    yield f"{at}.b_O", getters[f"{at}.b_O"]
+                yield from self._output(f"{at}.W_O", f"{at}.b_O", join(path, part.path, part.o))
             elif isinstance(part, MoE):
-                for e in range(self.cfg.num_experts or 0):
-                    out = f"{at}.experts.{e}.W_out"
-                    yield f"{out}.weight", _transposed(getters[f"{out}.weight"])
-                    if f"{out}.bias" in getters:
-                        yield f"{out}.bias", getters[f"{out}.bias"]
+                yield from self._outputs_of_experts(at)
             for at, inside, mlp in _feed_forward(name, path, named):
-                yield f"{at}.W_out", self.get(f"{at}.W_out")
-                if self.has_bias(join(inside, mlp.down)):
-                    yield f"{at}.b_out", self.get(f"{at}.b_out")
+                yield from self._output(f"{at}.W_out", f"{at}.b_out", join(inside, mlp.down))
+
+    def _output(self, weight: str, bias: str, path: str) -> Iterator[tuple[str, Get]]:
+        """The matrix of an output projection, and its bias where it has one."""
+        yield weight, self.get(weight)
+        if self.has_bias(path):
+            yield bias, self.get(bias)
+
+    def _outputs_of_experts(self, at: str) -> Iterator[tuple[str, Get]]:
+        getters = self.weights.getters
+        for e in range(self.cfg.num_experts or 0):
+            out = f"{at}.experts.{e}.W_out"
+            yield f"{out}.weight", _transposed(getters[f"{out}.weight"])
+            if f"{out}.bias" in getters:
+                yield f"{out}.bias", getters[f"{out}.bias"]
 
     def projection(self, path: str, letter: str) -> str:
         """The path of the projection that makes a block's queries (Q), keys (K), values (V) or output (O)."""

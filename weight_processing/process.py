@@ -18,7 +18,7 @@ from weight_processing.limits import Limits, is_as_left, no_processing
 from weight_processing.parts import ProcessedParts
 from weight_processing.saving import SavedBiases, untie
 from weight_processing.spread import is_spread
-from weight_processing.steps import STEPS
+from weight_processing.steps import TRANSFORMS
 
 #: The field of the Hugging Face configuration that says what was done, so that a saved model knows it.
 RECORD = "transformer_bridge_processed"
@@ -72,7 +72,7 @@ def process(
 
     Args:
         model: whose weights are written to.
-        given: for each name in `STEPS`, whether it is asked for.
+        given: for each name in `TRANSFORMS`, whether it is asked for.
         check: compare the log probabilities of random tokens before and after; ``"each"``: after each transform.
         without_hooks: opens the context in which the check runs the model.
 
@@ -162,7 +162,7 @@ def restore(model: Processable, without_hooks: WithoutHooks = nullcontext) -> No
     if record and not model.cfg.processed and not no_processing(model.core, model.architecture):
         # What is done twice is done once, but the factors of a head are free to change sign.
         factors, parts = "refactor_factored_attn_matrices", ProcessedParts(model.weights)
-        again = {name: record.get(name) == DONE for name in STEPS}
+        again = {name: record.get(name) == DONE for name in TRANSFORMS}
         again[factors] = again[factors] and not is_as_left(parts, factors)
         process(model, again, without_hooks=without_hooks)
         _write_record(model, {**record, **model.cfg.processed})
@@ -226,11 +226,11 @@ def _do(
                 untie(core, model.architecture)
             saved_biases = SavedBiases(core)
             unchecked: list[str] = []
-            for name, step in STEPS.items():
+            for name, transform in TRANSFORMS.items():
                 again = name == "fold_value_biases" and report.get(name) == DONE and not is_as_left(parts, name)
                 if name not in todo and not again:
                     continue
-                step(parts, saved_biases)
+                transform.do(parts, saved_biases)
                 report[name] = DONE
                 unchecked.append(name)
                 if before and check == "each":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,8 +17,10 @@ from weight_processing import (
     refactor_query_key,
     refactor_value_output,
 )
-from weight_processing.parts import Norm, NormReader, ProcessedParts, ensure_bias, norm_parameters, precise
+from weight_processing.parts import Get, Norm, NormReader, ProcessedParts, ensure_bias, norm_parameters, precise
 from weight_processing.saving import SavedBiases
+
+Parameters: TypeAlias = dict[str, Get]
 
 
 def _pieces(parts: ProcessedParts, x: Tensor, dim: int) -> Iterator[Tensor]:
@@ -137,37 +140,29 @@ def _refactor(parts: ProcessedParts, at: str, path: str) -> None:
         view.copy_(value)
 
 
-#: In the order in which they are done.
-STEPS: dict[str, Callable[[ProcessedParts, SavedBiases], None]] = {
-    "fold_ln": do_fold_ln,
-    "center_writing_weights": do_center_writing_weights,
-    "center_unembed": do_center_unembed,
-    "fold_value_biases": do_fold_value_biases,
-    "refactor_factored_attn_matrices": do_refactor,
-}
+def _folded(parts: ProcessedParts) -> Parameters:
+    """The norms' own parameters, and those of what reads them."""
+    found: Parameters = {}
+    for norm in parts.norms:
+        module = parts.weights.module(norm.path)
+        for name, x in zip(("weight", "bias"), norm_parameters(module), strict=True):
+            if x is not None:
+                found[f"{norm.name}.{name[0]}"] = partial(getattr, module, name)
+        for reader in norm.readers:
+            found[reader.name] = reader.weight
+            if reader.bias is not None and parts.has_bias(reader.holder):
+                found[f"{reader.name} (its bias)"] = reader.bias
+    return found
 
 
-def written(parts: ProcessedParts, step: str) -> dict[str, Callable[[], Tensor]]:
-    """The parameters that a transform needs to write to, by canonical name."""
-    if step == "fold_ln":
-        found: dict[str, Callable[[], Tensor]] = {}
-        for norm in parts.norms:
-            module = parts.weights.module(norm.path)
-            for name, x in zip(("weight", "bias"), norm_parameters(module), strict=True):
-                if x is not None:
-                    found[f"{norm.name}.{name[0]}"] = partial(getattr, module, name)
-            for reader in norm.readers:
-                found[reader.name] = reader.weight
-                if reader.bias is not None and parts.has_bias(reader.holder):
-                    found[f"{reader.name} (its bias)"] = reader.bias
-        return found
-    if step == "center_writing_weights":
-        return parts.writers
-    if step == "center_unembed":
-        names = ["unembed.W_U"] + ["unembed.b_U"] * parts.has_bias("." + parts.architecture.readout.path)
-        return {name: parts.get(name) for name in names}
-    found = {}
-    letters = ("V", "O") if step == "fold_value_biases" else ("Q", "K", "V", "O")
+def _unembedding(parts: ProcessedParts) -> Parameters:
+    names = ["unembed.W_U"] + ["unembed.b_U"] * parts.has_bias("." + parts.architecture.readout.path)
+    return {name: parts.get(name) for name in names}
+
+
+def _projections(parts: ProcessedParts, letters: str) -> Parameters:
+    """Those of every attention, each with the bias that it has."""
+    found: Parameters = {}
     for name, path in parts.blocks:
         for letter in letters:
             at = f"{name}.attn"
@@ -176,3 +171,25 @@ def written(parts: ProcessedParts, step: str) -> dict[str, Callable[[], Tensor]]
             if parts.has_bias(parts.projection(path, letter)):
                 found[bias] = parts.get(bias)
     return found
+
+
+class Transform(NamedTuple):
+    """A transform of a model's parameters.
+
+    Attributes:
+        do: does it.
+        writes: the parameters that it needs to write to, by canonical name.
+    """
+
+    do: Callable[[ProcessedParts, SavedBiases], None]
+    writes: Callable[[ProcessedParts], Parameters]
+
+
+#: In the order in which they are done.
+TRANSFORMS: dict[str, Transform] = {
+    "fold_ln": Transform(do_fold_ln, _folded),
+    "center_writing_weights": Transform(do_center_writing_weights, lambda parts: parts.writers),
+    "center_unembed": Transform(do_center_unembed, _unembedding),
+    "fold_value_biases": Transform(do_fold_value_biases, partial(_projections, letters="VO")),
+    "refactor_factored_attn_matrices": Transform(do_refactor, partial(_projections, letters="QKVO")),
+}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +22,30 @@ from adapters.imports.versions import rotation_of
 from adapters.observe.calls import ModuleCall, Recording
 from adapters.observe.errors import NotFound
 from adapters.observe.gradients import gradient_of
+from adapters.observe.tolerance import FITTED
 from adapters.paths import token_embedding
 from adapters.views import AlibiScores
 
+#: Angles of half precision that differ by more, relatively, are of another base than the configuration says.
+_OTHER_ANGLE = 0.02
 #: So many rows of an embedding and an unembedding are compared.
 _ROWS = 256
+
+
+class _Scaling(NamedTuple):
+    """What the products of queries and keys are divided by, None where it was not found.
+
+    Attributes:
+        by: it, wherever it was found.
+        cap: the soft cap behind it; -1: none.
+        alibi: it, where each head adds slopes (ALiBi).
+        elsewhere: it, where queries alone, keys alone or places alone add to the scores.
+    """
+
+    by: float | None
+    cap: float
+    alibi: float | None
+    elsewhere: float | None
 
 
 class Facts:
@@ -66,51 +86,67 @@ class Facts:
         self.add("n_heads", found.n_heads)
         self.add("n_key_value_heads", len(found.found["k"][1]))
         self.add("d_head", len(found.found["v"][1][0]))
+        scaling = self._scaling(found, declared)
+        self.add("attn_scores_soft_cap", scaling.cap)
+        self.add("attn_scale", scaling.by)
+        own["attn_scale"] = scaling.by
+        self.add("attention_dir", "causal" if found.is_causal else "bidirectional")
+        self.windows.append(measured.window(found))
+        biased = scaling.elsewhere is not None and not declared.cross
+        if declared.rotary:
+            own |= self._add_rotation(found, declared)
+            biased = biased and declared.k.latent is None
+        elif scaling.alibi is not None or isinstance(declared.scores, AlibiScores):
+            self.add("positional_embedding_type", "alibi")
+            biased = False
+        elif table := find_table(found, self.table):
+            declared = replace(declared, position_bias=self._add_table(table))
+            biased = False
+        if biased:
+            declared = replace(declared, score_bias_modules=measured.adding(found))
+        return replace(declared, config_values=own)
+
+    def _scaling(self, found: FoundAttention, declared: Attention) -> _Scaling:
+        """What the products of queries and keys are divided by, and what is added to them."""
         told = getattr(config_of(self.model).get_text_config(), "attn_logit_softcapping", None)
         cap = measured.soft_cap(found, told)
         scale = measured.scale(found, cap)
         alibi = None if scale is not None or declared.rotary else measured.alibi_scale(found)
         biased = measured.scale(found, cap, biased=True) if scale is None and alibi is None else None
-        scaled_elsewhere = measured.scale_elsewhere(found) if found.adds or not (scale or alibi) else None
-        said = scale or alibi or biased or scaled_elsewhere
-        if said is None and not told and (capped := measured.cap_that_is_not_said(found)):
-            said, cap = capped
-        self.add("attn_scores_soft_cap", cap)
-        self.add("attn_scale", said)
-        own["attn_scale"] = said
-        self.add("attention_dir", "causal" if found.is_causal else "bidirectional")
-        self.windows.append(measured.window(found))
-        if declared.rotary:
-            self.add("positional_embedding_type", "rotary")
-            rotation = measured.rotation(found)
-            if declared.k.latent is not None and declared.q.width and declared.k.width:
-                own["rotary_dim"] = declared.q.width - declared.k.width  # the last, which all heads share
-                self.add("rotary_dim", own["rotary_dim"])
-            elif rotation is not None:
-                self.add("rotary_dim", rotation[0])
-                self.exact_rotation |= rotation[2]
-                base = measured.rotary_base(found, *rotation[:2])
-                self.add("rotary_base", base)
-                if rotation[2]:
-                    own["rotary_dim"] = rotation[0]
-                if getattr(config_of(self.model).get_text_config(), "is_heterogeneous", False):
-                    own["rotary_base"] = base
-            if rotation is not None:
-                self.add("rotary_adjacent_pairs", rotation[1])
-            if scaled_elsewhere is not None and declared.k.latent is None and not declared.cross:
-                declared = replace(declared, score_bias_modules=measured.adding(found))
-        elif alibi is not None or isinstance(declared.scores, AlibiScores):
-            self.add("positional_embedding_type", "alibi")
-        elif table := find_table(found, self.table):
-            self.table = table
-            self.add("positional_embedding_type", "relative_positional_bias")
-            self.add("relative_attention_num_buckets", table.buckets)
-            most = getattr(config_of(self.model).get_text_config(), "relative_attention_max_distance", None)
-            self.add("relative_attention_max_distance", most)
-            declared = replace(declared, position_bias=table.path)
-        elif scaled_elsewhere is not None and not declared.cross:
-            declared = replace(declared, score_bias_modules=measured.adding(found))
-        return replace(declared, config_values=own)
+        elsewhere = measured.scale_elsewhere(found) if found.adds or not (scale or alibi) else None
+        by = scale or alibi or biased or elsewhere
+        if by is None and not told and (capped := measured.cap_that_is_not_said(found)):
+            by, cap = capped
+        return _Scaling(by, cap, alibi, elsewhere)
+
+    def _add_rotation(self, found: FoundAttention, declared: Attention) -> dict[str, object]:
+        """What a rotation says of the model; what it says of this attention is returned."""
+        self.add("positional_embedding_type", "rotary")
+        rotation, own = measured.rotation(found), dict[str, object]()
+        if declared.k.latent is not None and declared.q.width and declared.k.width:
+            own["rotary_dim"] = declared.q.width - declared.k.width  # the last, which all heads share
+            self.add("rotary_dim", own["rotary_dim"])
+        elif rotation is not None:
+            self.add("rotary_dim", rotation[0])
+            self.exact_rotation |= rotation[2]
+            base = measured.rotary_base(found, *rotation[:2])
+            self.add("rotary_base", base)
+            if rotation[2]:
+                own["rotary_dim"] = rotation[0]
+            if getattr(config_of(self.model).get_text_config(), "is_heterogeneous", False):
+                own["rotary_base"] = base
+        if rotation is not None:
+            self.add("rotary_adjacent_pairs", rotation[1])
+        return own
+
+    def _add_table(self, table: FoundTable) -> str:
+        """What a table of position biases says; where it is, is returned."""
+        self.table = table
+        self.add("positional_embedding_type", "relative_positional_bias")
+        self.add("relative_attention_num_buckets", table.buckets)
+        most = getattr(config_of(self.model).get_text_config(), "relative_attention_max_distance", None)
+        self.add("relative_attention_max_distance", most)
+        return table.path
 
     def values(self, found: FoundStack, unembed: ModuleCall | None) -> dict[str, object]:
         """The fields of `ModelConfig`.
@@ -129,7 +165,7 @@ class Facts:
             values["attention_dir"] = "bidirectional"
         if values.get("positional_embedding_type") == "rotary":
             dims = [dim for dim in self.counts.get("rotary_dim", {}) if isinstance(dim, int)]
-            said = self._rotary_values()
+            said = self._rotary_values(values.get("rotary_base"), values.get("rotary_dim"))
             values |= said
             # Where queries are scaled elsewhere, a run of few tokens may not show that slow columns turn.
             if dims and (self.exact_rotation or "rotary_dim" not in said):
@@ -173,16 +209,27 @@ class Facts:
             return {"use_local_attn": True, "window_size": seen.pop(), "attn_types": types}
         return {}
 
-    def _rotary_values(self) -> dict[str, object]:
-        """What the configuration says of the rotation that was seen, as far as it says it as transformers does."""
+    def _rotary_values(self, base: object, dim: object) -> dict[str, object]:
+        """What the configuration says of the rotation that was seen, as far as it says it as transformers does.
+
+        Args:
+            base, dim: as they were seen.
+        """
         config = config_of(self.model).get_text_config()
         if getattr(config, "is_heterogeneous", False):
             return {}  # another one for each layer
         parameters = rotation_of(config)
         kinds = [each for each in parameters.values() if isinstance(each, Mapping)]
-        if "rope_theta" in parameters or (kinds and "rope_theta" in parameters.get("full_attention", {})):
-            return rotary_values(config)
-        return {}
+        if "rope_theta" not in parameters and not (kinds and "rope_theta" in parameters.get("full_attention", {})):
+            return {}
+        said = rotary_values(config)
+        if parameters.get("rope_type") == "default" and isinstance(base, float) and isinstance(dim, int):
+            # Angles may be those of another number of columns than turn (Moonshine).
+            whole = all(p.dtype == torch.float32 for p in self.model.parameters())
+            off = abs((base / float(str(said["rotary_base"]))) ** (-2 / dim) - 1)
+            if off > (FITTED if whole else _OTHER_ANGLE):
+                return said | {"rotary_base": base, "rotary_dim": dim}
+        return said
 
 
 def _looks_ahead(found: FoundStack) -> bool:

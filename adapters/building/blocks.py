@@ -52,35 +52,48 @@ def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) 
     points = (
         embedding_points(architecture, base, model, cfg.d_model) if made.tokens else image_points(made, base, model)
     )
-    ended = len(points)
+    behind: list[Point] = []  # what comes behind the last block
     for stack in architecture.stacks:
-        blocks = join(base, stack.path)
-        if not has_module(model, blocks):
-            continue
-        if stack is not architecture.stack and stack.embedding.tokens:
-            add_own_embeddings(PointList("", -1, "", stack.pos, points), stack, base)
-        n = len(stack.modules(model.get_submodule(base)))
-        for index in range(n):
-            points += BlockBuilder(stack, cfg, base, index, n, model).build()
-        if isinstance(stack.collapse, str):
-            add_collapse(PointList("", n, "", stack.pos, points), base, stack.collapse)
-        ended = len(points)
-        if stack.final_norm:
-            after = PointList("", n, "", stack.pos, points)
-            add_final_norm(after, architecture, stack, base, stack.final_norm, model)
-    after = PointList("", cfg.n_layers, "", architecture.stacks[-1].pos, points)
-    unembedded = False
-    for head in architecture.heads:
-        add_head(after, head, model, cfg.d_model)
-        if head.unembeds:
-            unembedded = True
-            add_unembedding(after, architecture, model, cfg.d_model)
-    if not unembedded:
-        add_unembedding(after, architecture, model, cfg.d_model)
+        if has_module(model, join(base, stack.path)):
+            points += behind + _stack_points(architecture, stack, base, model, cfg)
+            behind = _final_norm_points(architecture, stack, base, model)
+    behind += _logits_points(architecture, model, cfg)
     view = architecture.stacks[-1].stream_view
-    if isinstance(view, PositionsFirst) and view.end:
-        points[ended:] = batch_first(points[ended:])
-    return points
+    return points + (batch_first(behind) if isinstance(view, PositionsFirst) and view.end else behind)
+
+
+def _stack_points(
+    architecture: Architecture, stack: Stack, base: str, model: nn.Module, cfg: ModelConfig
+) -> list[Point]:
+    """Those of a list of blocks, with its own embeddings before it and what is made of several streams behind it."""
+    points = PointList("", -1, "", stack.pos)
+    if stack is not architecture.stack and stack.embedding.tokens:
+        add_own_embeddings(points, stack, base)
+    n = len(stack.modules(model.get_submodule(base)))
+    for index in range(n):
+        points.points.extend(BlockBuilder(stack, cfg, base, index, n, model).build())
+    if isinstance(stack.collapse, str):
+        add_collapse(replace(points, depth=n), base, stack.collapse)
+    return points.points
+
+
+def _final_norm_points(architecture: Architecture, stack: Stack, base: str, model: nn.Module) -> list[Point]:
+    points = PointList("", len(stack.modules(model.get_submodule(base))), "", stack.pos)
+    if stack.final_norm:
+        add_final_norm(points, architecture, stack, base, stack.final_norm, model)
+    return points.points
+
+
+def _logits_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) -> list[Point]:
+    """Those of the heads, and of the unembedding where it is, or behind them all."""
+    points = PointList("", cfg.n_layers, "", architecture.stacks[-1].pos)
+    for head in architecture.heads:
+        add_head(points, head, model, cfg.d_model)
+        if head.unembeds:
+            add_unembedding(points, architecture, model, cfg.d_model)
+    if not any(head.unembeds for head in architecture.heads):
+        add_unembedding(points, architecture, model, cfg.d_model)
+    return points.points
 
 
 class BlockBuilder:

@@ -56,12 +56,7 @@ def prove_coverage(evidence: Evidence, findings: Findings) -> None:
     for block, places in by_block.items():
         opaque = [path for place in places for path in _opaque(place)]
         inside = {x for x in (*calls, *softmaxes) if x.startswith(f"{block}.") and not is_inside(x, *opaque)}
-        claimed = sites | {path for place in places for path in (*_before_latents(place, calls), *_biases(place))}
-        # What a layer is made of (LoRA, packed weights) is claimed with the layer.
-        roles = [path for place in places for path in _roles(place)]
-        for path in [path for path in calls if path in inside and not is_inside(path.rpartition(".")[0], *roles)]:
-            if computes := _computes(path, calls):
-                findings.holds(CLAIM, path, path in claimed, f"{computes} that no hook point stands on")
+        _prove_layers(findings, [path for path in calls if path in inside], calls, places, sites)
         for path in [path for path in softmaxes if path in inside and not _is_activation(evidence, places, path)]:
             count = softmaxes[path]
             findings.holds(CLAIM, path, path in shown, "a softmax that no hook point shows")
@@ -70,6 +65,27 @@ def prove_coverage(evidence: Evidence, findings: Findings) -> None:
             part = place.named.step.part
             if isinstance(part, Mixer) and part.mixes:
                 findings.inconclusive(CLAIM, f"what {place.module} computes inside is not offered")
+
+
+def _prove_layers(
+    findings: Findings, inside: list[str], calls: Calls, places: list[LayerStep], sites: set[str]
+) -> None:
+    """Hook points stand on every layer and norm of a block.
+
+    Args:
+        findings: what is found is added to it.
+        inside: the paths of the modules in the block that ran.
+        calls: the calls of all modules.
+        places: the steps of the block.
+        sites: where hook points stand.
+    """
+    claimed = sites | {path for place in places for path in (*_before_latents(place, calls), *_biases(place))}
+    # What a layer is made of (LoRA, packed weights) is claimed with the layer.
+    roles = [path for place in places for path in _roles(place)]
+    for path in inside:
+        computes = "" if is_inside(path.rpartition(".")[0], *roles) else _computes(path, calls)
+        if computes:
+            findings.holds(CLAIM, path, path in claimed, f"{computes} that no hook point stands on")
 
 
 def _biases(place: LayerStep) -> list[str]:

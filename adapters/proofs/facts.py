@@ -96,7 +96,7 @@ def _last_of_experts(evidence: Evidence) -> set[int]:
 def _tied(evidence: Evidence, table: Tensor | None) -> bool:
     """One tensor is both the embedding and the unembedding; without an unembedding, what the configuration says."""
     model, path = evidence.bridge.original_model, evidence.from_model("." + evidence.bridge.architecture.readout.path)
-    if not has_module(model, path):
+    if not evidence.bridge.architecture.readout.path or not has_module(model, path):
         return evidence.bridge.cfg.tie_word_embeddings
     weight = getattr(model.get_submodule(path), "weight", None)
     tables = [table]
@@ -128,15 +128,21 @@ def _forms(evidence: Evidence) -> Iterator[tuple[str, object]]:
     if cfg.final_rms or not (cfg.normalization_type or "").startswith("RMS"):  # False says nothing where all are
         yield "final_rms", final_rms
     yield "post_embedding_ln", architecture.embedding.norm is not None and architecture.embedding.norm_of_sum is None
-    base = module_at(evidence.bridge.original_model, evidence.base)
-    shifted = any(part.qk_shift for part in attentions)
-    rotary, standard = any(part.rotary for part in attentions), architecture.embedding.adds_places(base)
-    alike = {"alibi", "relative_positional_bias"}  # told apart by the scores
-    if cfg.positional_embedding_type not in alike and attentions:
-        kind = "rotary" if rotary else "shortformer" if shifted else "standard" if standard else "none"
-        yield "positional_embedding_type", kind
+    by_scores = cfg.positional_embedding_type in ("alibi", "relative_positional_bias")  # told apart by them
+    if attentions and not by_scores:
+        yield "positional_embedding_type", _kind_of_positions(evidence, attentions)
     if cfg.attn_types is not None:
         yield "use_local_attn", "local" in cfg.attn_types
+
+
+def _kind_of_positions(evidence: Evidence, attentions: list[Attention]) -> str:
+    """How positions come in, other than by what is added to scores."""
+    if any(part.rotary for part in attentions):
+        return "rotary"
+    if any(part.qk_shift for part in attentions):
+        return "shortformer"
+    base = module_at(evidence.bridge.original_model, evidence.base)
+    return "standard" if evidence.bridge.architecture.embedding.adds_places(base) else "none"
 
 
 def _blocks(evidence: Evidence, architecture: Architecture) -> list[Block]:
@@ -176,8 +182,9 @@ def _positions(evidence: Evidence, findings: Findings) -> None:
         if isinstance(table, Tensor):
             before = int(getattr(call.module, "offset", 0)) if call else 0
             seen = table.shape[0] - before
-            given = call.input if call else None
-            if given is not None and not given.is_floating_point() and cfg.n_ctx == seen - int(given.min()):
+            row = call.result.flatten(0, -2)[0].to(table) if call and call.result is not None else table[0]
+            first = (table == row).all(-1).nonzero().flatten().tolist()
+            if first and cfg.n_ctx == len(table) - first[0]:
                 seen = cfg.n_ctx  # the model counts from a later row
             findings.holds(CLAIM, "cfg.n_ctx", cfg.n_ctx == seen, f"it says {cfg.n_ctx}, and the model has {seen}")
     start = cfg.decoder_start_token_id

@@ -119,30 +119,48 @@ def _detect(
     length = tokens.shape[1]
     if length < 2 or (cfg.n_ctx is not None and length > cfg.n_ctx):
         raise HeadDetectionError(SEQ_LEN_ERR)
-    pattern = _PATTERNS[wanted](tokens) if isinstance(wanted, str) else wanted
-    if pattern.shape != (length, length) or not torch.equal(pattern, pattern.tril()):
-        raise HeadDetectionError(DET_PAT_NOT_SQUARE_ERR % (length, pattern.shape))
-    if options["error_measure"] == "mul" and not bool(((pattern == 0) | (pattern == 1)).all()):
-        _log.warning("the detection pattern holds other values than 0 and 1, which 'mul' takes as weights")
+    pattern = _checked_pattern(_PATTERNS[wanted](tokens) if isinstance(wanted, str) else wanted, length, options)
     if cache is None:
         names = [f"blocks.{layer}.attn.hook_pattern" for layer in heads]
         _, cache = model.run_with_cache(tokens, names_filter=names)
     scores = torch.full((cfg.n_layers, max(_n_heads(model, i) for i in range(cfg.n_layers))), -1.0, dtype=cfg.dtype)
     for layer, some in heads.items():
-        name = f"blocks.{layer}.attn.hook_pattern"
-        if name not in cache:
-            raise HeadDetectionError(f"the cache does not hold {name}: leave it out, or make it with that name")
-        attention = cache[name]
-        if attention.ndim == 4 and len(attention) == 1:
-            attention = attention[0]
-        if attention.shape[1:] != (length, length):
-            shape = list(attention.shape)
-            raise HeadDetectionError(f"the cache is of another input: its pattern is {shape}, the text {length} tokens")
+        attention = _cached_pattern(cache, f"blocks.{layer}.attn.hook_pattern", length)
         for head in some:
             scores[layer, head] = compute_head_attention_similarity_score(
                 attention[head], pattern.to(attention.device), **options
             )
     return scores
+
+
+def _checked_pattern(pattern: Tensor, length: int, options: Mapping[str, Any]) -> Tensor:
+    """The pattern that is looked for.
+
+    Raises:
+        HeadDetectionError: it is of another length, or looks ahead.
+    """
+    if pattern.shape != (length, length) or not torch.equal(pattern, pattern.tril()):
+        raise HeadDetectionError(DET_PAT_NOT_SQUARE_ERR % (length, pattern.shape))
+    if options["error_measure"] == "mul" and not bool(((pattern == 0) | (pattern == 1)).all()):
+        _log.warning("the detection pattern holds other values than 0 and 1, which 'mul' takes as weights")
+    return pattern
+
+
+def _cached_pattern(cache: Mapping[str, Tensor], name: str, length: int) -> Float[Tensor, "head query key"]:
+    """What a layer's heads attend to in the text.
+
+    Raises:
+        HeadDetectionError: it is not in the cache, or of another input.
+    """
+    if name not in cache:
+        raise HeadDetectionError(f"the cache does not hold {name}: leave it out, or make it with that name")
+    attention = cache[name]
+    if attention.ndim == 4 and len(attention) == 1:
+        attention = attention[0]
+    if attention.shape[1:] != (length, length):
+        shape = list(attention.shape)
+        raise HeadDetectionError(f"the cache is of another input: its pattern is {shape}, the text {length} tokens")
+    return attention
 
 
 def _n_heads(model: RunnableModel, layer: int) -> int:

@@ -16,6 +16,9 @@ from bridge.circuits.metrics import Metric
 from bridge.circuits.single_edges import effects_of_edges
 from bridge.patching.everything import texts_of
 
+#: What is known of each node.
+Facts = dict[str, dict[str, Any]]
+
 
 def draw(
     graph: Graph,
@@ -39,7 +42,7 @@ def draw(
     joins = _joins(graph, {sender for sender, _, _ in edges}, {receiver for _, receiver, _ in edges})
     depths = _depths(graph)
     names = {name for sender, receiver, _ in edges for name in (sender, receiver)}
-    facts: dict[str, dict[str, Any]] = {name: {"column": depths[name]} for name in names}
+    facts: Facts = {name: {"column": depths[name]} for name in names}
     given: dict[str, Any] = {"joins": joins, "supports": "negative", "measure": "change"}
     given["metric"] = metric if isinstance(metric, str) else _name(metric)
     if bridge is None and clean is None and corrupted is None:
@@ -48,16 +51,39 @@ def draw(
     elif bridge is None or clean is None or corrupted is None or isinstance(metric, str):
         raise ValueError("give bridge, clean, corrupted and metric, a function of logits, together; or none of them")
     else:
-        direct = [f"{name}->logits" for name in graph.senders if name in names]
-        effects = effects_of_edges(graph, bridge, clean, corrupted, metric, direct, verbose=False)
-        for edge in direct:
-            facts[edge.removesuffix("->logits")]["effect"] = float(effects[graph.edge(edge)])
+        _add_effects(facts, graph, bridge, clean, corrupted, metric)
+        _add_patterns(facts, [name for name in nodes if "H" in name], joins, bridge, clean)
         given["tokens"] = texts_of(bridge, clean[0])
-        for name, pattern in _patterns([name for name in nodes if "H" in name], bridge, clean).items():
-            for node in {name, *(one for one, head in joins if head == name and "H" in one)} & names:
-                facts[node]["pattern"] = pattern
     drawn = {name: pictures.CircuitNode(**known) for name, known in facts.items()}
     return pictures.circuit(edges, **(given | {"nodes": drawn} | dict(options)))
+
+
+def _add_effects(
+    facts: Facts,
+    graph: Graph,
+    bridge: TransformerBridge,
+    clean: Int[Tensor, "batch pos"],
+    corrupted: Int[Tensor, "batch pos"],
+    metric: Metric,
+) -> None:
+    """What each sender does to the metric by its own edge to the logits."""
+    direct = {f"{name}->logits": name for name in graph.senders if name in facts}
+    effects = effects_of_edges(graph, bridge, clean, corrupted, metric, list(direct), verbose=False)
+    for edge, name in direct.items():
+        facts[name]["effect"] = float(effects[graph.edge(edge)])
+
+
+def _add_patterns(
+    facts: Facts,
+    heads: list[str],
+    joins: Sequence[tuple[str, str]],
+    bridge: TransformerBridge,
+    clean: Int[Tensor, "batch pos"],
+) -> None:
+    """What heads attend to, for them and for their inputs."""
+    for name, pattern in _patterns(heads, bridge, clean).items():
+        for node in {name, *(one for one, head in joins if head == name and "H" in one)} & facts.keys():
+            facts[node]["pattern"] = pattern
 
 
 def _name(metric: Metric) -> str:

@@ -228,6 +228,25 @@ def attribution_graph(
         Picture('Attribution graph')
     """
     refuse_training(bridge)
+    bases = _checked_bases(bridge, points)
+    length = tokens.shape[1]
+    kept = torch.ones(length, dtype=torch.bool, device=bridge.cfg.device)
+    kept[list(without_positions)] = False
+    with torch.no_grad():
+        plain = bridge(tokens)[0, -1].float()
+    shares = plain.softmax(-1)
+    chosen = shares.topk(logits).indices if isinstance(logits, int) else logits.to(shares.device)
+    with bridge.linearised(tokens), torch.enable_grad():
+        _refuse_what_is_not_linear(bridge, tokens)
+        return _ReplacementRun(bridge, tokens, bases, kept).graph(chosen, shares[chosen], together)
+
+
+def _checked_bases(bridge: TransformerBridge, points: Sequence[str]) -> list[HookPoint]:
+    """The hook points of the features.
+
+    Raises:
+        ValueError: there are none, or of some what they send is not linear or not known.
+    """
     hooks = [bridge.select_hooks(point)[0] for point in points]
     bases = [hook for hook in hooks if isinstance(hook.view, InBasis)]
     if not hooks or len(bases) < len(hooks):
@@ -243,16 +262,7 @@ def attribution_graph(
         raise ValueError(f"several bases stand on {', '.join(twice)}: a part is replaced by one of them")
     if gone := sorted(hook.name for hook in bases if takes_over(hook)):
         raise ValueError(f"{', '.join(gone)} takes over features of an earlier layer: name the one of that layer")
-    length = tokens.shape[1]
-    kept = torch.ones(length, dtype=torch.bool, device=bridge.cfg.device)
-    kept[list(without_positions)] = False
-    with torch.no_grad():
-        plain = bridge(tokens)[0, -1].float()
-    shares = plain.softmax(-1)
-    chosen = shares.topk(logits).indices if isinstance(logits, int) else logits.to(shares.device)
-    with bridge.linearised(tokens), torch.enable_grad():
-        _refuse_what_is_not_linear(bridge, tokens)
-        return _ReplacementRun(bridge, tokens, bases, kept).graph(chosen, shares[chosen], together)
+    return bases
 
 
 def _beginnings(bridge: TransformerBridge) -> list[str]:

@@ -167,19 +167,7 @@ def generating(bridge: Generates, generation: Generation, prompt: GenerationProm
 
 
 def _step_recorder(bridge: Generates, options: GenerationOptions, arguments: dict[str, Any]) -> StepRecorder:
-    check_plain_loop(bridge, "return_cache", "Use run_with_cache on the finished sequence")
-    refused = [name for name in _OTHER_RUNS if chosen(bridge, arguments, name)]
-    refused += [name for name in ("num_beams", "guidance_scale") if (chosen(bridge, arguments, name) or 1) != 1]
-    if refused:
-        raise ValueError(
-            f"return_cache cannot be had with {', '.join(refused)}: tokens are processed there that do not stay in "
-            "the sequence. Use run_with_cache on the finished sequence."
-        )
-    if arguments.get("past_key_values") is not None:
-        raise ValueError(
-            "return_cache cannot be had with past_key_values: what was computed before is not seen again. Generate "
-            "from the whole prompt, or use run_with_cache on the finished sequence."
-        )
+    _refuse_other_runs(bridge, arguments)
     points = bridge.select_hooks(options.names_filter)
     known = accepted_arguments(type(bridge.core).forward)
     if "logits_to_keep" in known and any(point.name.startswith("unembed") for point in points):
@@ -198,3 +186,24 @@ def _step_recorder(bridge: Generates, options: GenerationOptions, arguments: dic
             "those of the sequence. Use run_with_cache on the finished sequence, or use_past_kv_cache=False."
         )
     return StepRecorder(points, options.device, caching, bridge.core.config.is_encoder_decoder)
+
+
+def _refuse_other_runs(bridge: Generates, arguments: Arguments) -> None:
+    """Refuses to keep activations where the model runs on other tokens than those of the sequence, one by one.
+
+    Raises:
+        ValueError: it does.
+    """
+    check_plain_loop(bridge, "return_cache", "Use run_with_cache on the finished sequence")
+    refused = [name for name in _OTHER_RUNS if chosen(bridge, arguments, name)]
+    refused += [name for name in ("num_beams", "guidance_scale") if (chosen(bridge, arguments, name) or 1) != 1]
+    if refused:
+        raise ValueError(
+            f"return_cache cannot be had with {', '.join(refused)}: tokens are processed there that do not stay in "
+            "the sequence. Use run_with_cache on the finished sequence."
+        )
+    if arguments.get("past_key_values") is not None:
+        raise ValueError(
+            "return_cache cannot be had with past_key_values: what was computed before is not seen again. Generate "
+            "from the whole prompt, or use run_with_cache on the finished sequence."
+        )

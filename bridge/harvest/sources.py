@@ -228,24 +228,36 @@ def as_source(given: Any, column: str) -> Source:
         raise HarvestError(
             f"the source is the str {given[:60]!r}: give [text] for one text, or bridge.harvest.Files(path) for a file"
         )
-    if isinstance(given, Path):
-        given = Files(given)
-    if isinstance(given, list | tuple) and given and all(isinstance(item, Path) for item in given):
-        given = Files(*given)
-    if isinstance(given, Files):
-        return FilesSource(given, column)
+    if (files := _as_files(given)) is not None:
+        return FilesSource(files, column)
     package = type(given).__module__.partition(".")[0]
     if package == "datasets" or (package == "ray" and hasattr(given, "iter_rows")):
         if isinstance(given, dict):
             raise HarvestError(f"the source is a {type(given).__name__} of {', '.join(given)}: give one of them")
         return TableSource(given, column)
-    if isinstance(given, Tensor | np.ndarray):
-        if given.ndim != 2:
-            raise HarvestError(f"a tensor of tokens must be [document, pos], not {list(given.shape)}")
-        return ItemsSource(given, len(given))
-    if isinstance(given, list | tuple):
-        if given and isinstance(given[0], int | np.integer):
-            raise HarvestError("the source is one row of token ids: give a list of rows, [ids]")
+    return _items(given)
+
+
+def _as_files(given: Any) -> Files | None:
+    """The files that a source is."""
+    if isinstance(given, Path):
+        return Files(given)
+    if isinstance(given, list | tuple) and given and all(isinstance(item, Path) for item in given):
+        return Files(*given)
+    return given if isinstance(given, Files) else None
+
+
+def _items(given: Any) -> ItemsSource:
+    """What reads texts or token ids that are in memory, or come one after the other.
+
+    Raises:
+        HarvestError: it is neither.
+    """
+    if isinstance(given, Tensor | np.ndarray) and given.ndim != 2:
+        raise HarvestError(f"a tensor of tokens must be [document, pos], not {list(given.shape)}")
+    if isinstance(given, list | tuple) and given and isinstance(given[0], int | np.integer):
+        raise HarvestError("the source is one row of token ids: give a list of rows, [ids]")
+    if isinstance(given, Tensor | np.ndarray | list | tuple):
         return ItemsSource(given, len(given))
     if isinstance(given, Iterable):
         return ItemsSource(given, None)

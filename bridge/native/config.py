@@ -246,21 +246,11 @@ def _check_torch(cfg: NativeConfig) -> None:
 
 def _complete(cfg: NativeConfig) -> None:
     """Fills in what follows from the other fields."""
-    if cfg.n_heads == _NOT_SET and cfg.d_head == _NOT_SET:
-        raise TypeError("NativeConfig needs n_heads or d_head")
-    for name, other in (("d_head", "n_heads"), ("n_heads", "d_head")):
+    _complete_heads(cfg)
+    follows = {"d_vocab_out": cfg.d_vocab, "initializer_range": _initializer_range(cfg)}
+    for name in ("n_key_value_heads", "d_mlp", "rotary_dim", "attn_scale", *follows):
         if getattr(cfg, name) == _NOT_SET:
-            count = getattr(cfg, other)
-            if cfg.d_model % count:
-                raise ValueError(f"d_model={cfg.d_model} is not divisible by {other}={count}: give {name} as well")
-            setattr(cfg, name, cfg.d_model // count)
-    for name in ("n_key_value_heads", "d_mlp", "rotary_dim", "attn_scale"):
-        if getattr(cfg, name) == _NOT_SET:
-            setattr(cfg, name, None)
-    if cfg.d_vocab_out == _NOT_SET:
-        cfg.d_vocab_out = cfg.d_vocab
-    if cfg.initializer_range == _NOT_SET:
-        cfg.initializer_range = 0.8 / math.sqrt(cfg.d_model) if cfg.init_mode == "gpt2" else 1.0
+            setattr(cfg, name, follows.get(name))
     if cfg.d_mlp is None and not cfg.attn_only:
         cfg.d_mlp = 4 * cfg.d_model
     if cfg.attn_scale is None and cfg.use_attn_scale:
@@ -269,6 +259,23 @@ def _complete(cfg: NativeConfig) -> None:
     if cfg.positional_embedding_type == "rotary":
         cfg.rotary_dim = cfg.d_head if cfg.rotary_dim is None else cfg.rotary_dim
         cfg.rotary_base = 10000.0 if cfg.rotary_base is None else float(cfg.rotary_base)
+
+
+def _complete_heads(cfg: NativeConfig) -> None:
+    """The number of heads says how wide each is, or the other way round."""
+    if cfg.n_heads == _NOT_SET and cfg.d_head == _NOT_SET:
+        raise TypeError("NativeConfig needs n_heads or d_head")
+    for name, other in (("d_head", "n_heads"), ("n_heads", "d_head")):
+        if getattr(cfg, name) == _NOT_SET:
+            count = getattr(cfg, other)
+            if cfg.d_model % count:
+                raise ValueError(f"d_model={cfg.d_model} is not divisible by {other}={count}: give {name} as well")
+            setattr(cfg, name, cfg.d_model // count)
+
+
+def _initializer_range(cfg: NativeConfig) -> float:
+    """How widely weights are drawn where nothing is said."""
+    return 0.8 / math.sqrt(cfg.d_model) if cfg.init_mode == "gpt2" else 1.0
 
 
 def _complete_for_transformers(cfg: NativeConfig) -> None:

@@ -320,21 +320,10 @@ class NativeModel(PreTrainedModel, GenerationMixin):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
-        causal = self.config.attention_dir == "causal"
-        if not causal and (use_cache or past_key_values is not None):
-            raise ValueError(
-                "a model that attends in both directions cannot use a cache: every position changes with each new one; "
-                "pass use_cache=False"
-            )
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-        past = 0 if past_key_values is None else past_key_values.get_seq_length()
-        if self.pos_embed is not None and past + x.shape[1] > self.config.n_ctx:
-            raise ValueError(f"{past + x.shape[1]} positions are more than the n_ctx={self.config.n_ctx} learned ones")
-        if position_ids is None:
-            position_ids = (torch.arange(x.shape[1], device=x.device) + past).unsqueeze(0)
-        mask, local = self._masks(x, attention_mask, past_key_values, position_ids)
-        kwargs: dict[str, Any] = {"past_key_values": past_key_values}
+        cache = self._cache(past_key_values, use_cache)
+        position_ids = self._positions(x, position_ids, cache)
+        mask, local = self._masks(x, attention_mask, cache, position_ids)
+        kwargs: dict[str, Any] = {"past_key_values": cache}
         if self.pos_embed is not None:
             positions = self.pos_embed(position_ids)
             if self.config.positional_embedding_type == "shortformer":
@@ -348,7 +337,25 @@ class NativeModel(PreTrainedModel, GenerationMixin):
         logits = self.unembed(self.ln_final(x))
         if (cap := self.config.output_logits_soft_cap) > 0:
             logits = cap * torch.tanh(logits / cap)
-        return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
+        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+
+    def _cache(self, given: Cache | None, wanted: bool | None) -> Cache | None:
+        """The cache that keys and values go to."""
+        if self.config.attention_dir != "causal" and (wanted or given is not None):
+            raise ValueError(
+                "a model that attends in both directions cannot use a cache: every position changes with each new one; "
+                "pass use_cache=False"
+            )
+        return DynamicCache(config=self.config) if wanted and given is None else given
+
+    def _positions(self, x: Tensor, given: Tensor | None, past: Cache | None) -> Tensor:
+        """Where the positions stand, of which learned embeddings have a certain number."""
+        before = 0 if past is None else past.get_seq_length()
+        if self.pos_embed is not None and before + x.shape[1] > self.config.n_ctx:
+            raise ValueError(
+                f"{before + x.shape[1]} positions are more than the n_ctx={self.config.n_ctx} learned ones"
+            )
+        return (torch.arange(x.shape[1], device=x.device) + before).unsqueeze(0) if given is None else given
 
     def _masks(self, x: Tensor, given: Tensor | None, past: Cache | None, positions: Tensor) -> tuple[Any, Any]:
         """What positions see, and what they see in a local layer."""

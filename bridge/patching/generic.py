@@ -16,16 +16,14 @@ from bridge.bridge import TransformerBridge
 from bridge.hooks.act_names import act_name
 from bridge.hooks.arguments import refuse_wrong_types
 from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.names import suggestion
 from bridge.patching.compiled import compiled_sweep
+from bridge.patching.indices import Indices, clean_activation
 from bridge.patching.measured import measure as measure_patches
 from bridge.patching.metrics import Metric, Metrics, Reduce
 from bridge.patching.result import PatchingResult, data_frame
 from bridge.patching.setters import PatchSetter
 from bridge.patching.steps import Patches, PatchStep
 from bridge.run.checks import as_tokens
-
-AXES = ("layer", "pos", "head_index", "head", "src_pos", "dest_pos", "feature")
 
 
 @refuse_wrong_types
@@ -116,25 +114,9 @@ def generic_activation_patch(
     as_result = metrics.several or baseline or reduce == "none"
     if as_result and return_index_df:
         raise ValueError("return_index_df is for a tensor: a PatchingResult has the data frame as index_df")
-    sizes: list[int] | None = None
-    there: list[int] = []
-    if index_df is None:
-        if index_axis_names is None:
-            raise ValueError("give index_axis_names, or a data frame of indices as index_df")
-        there = _layers(model, activation_name)
-        sizes = [_size(model, tokens, activation_name, axis, there, clean_cache) for axis in index_axis_names]
-        rows = [list(row) for row in itertools.product(*map(range, sizes))]
-        frame = make_df_from_ranges(sizes, index_axis_names) if return_index_df else None
-    else:
-        if index_axis_names is not None:
-            raise ValueError("give either index_axis_names or index_df: each of them says which indices to go through")
-        rows, frame = [[int(i) for i in row] for row in index_df.itertuples(index=False, name=None)], index_df
-    head = next((i for i, axis in enumerate(index_axis_names or ()) if axis.startswith("head")), None)
-    heads = {} if head is None else {layer: _heads(model, activation_name, layer) for layer in there}
-    tried = [index_df is not None or (row[0] in there and (head is None or row[head] < heads[row[0]])) for row in rows]
-    chosen = [row for row, has in zip(rows, tried, strict=True) if has]
-    steps = _steps(model, clean_cache, activation_name, chosen, patch_setter)
-
+    indices = _indices(model, tokens, activation_name, index_axis_names, index_df, clean_cache)
+    frame = indices.frame() if return_index_df else None
+    steps = _steps(model, clean_cache, activation_name, indices, patch_setter)
     with tqdm(total=len(steps), desc=f"patching {activation_name}", unit="patch", disable=not verbose) as bar:
         patches = Patches(model, tokens, steps, metrics, attention_mask, bar.update)
         if compiled is False:
@@ -142,96 +124,55 @@ def generic_activation_patch(
         else:
             together = None if patches_per_run == "auto" else patches_per_run
             results = compiled_sweep(patches, together, compiled if isinstance(compiled, Mapping) else {})
-    measured = torch.full((len(rows), *metrics.shape), math.nan, dtype=torch.float32, device=model.cfg.device)
+    measured = torch.full((len(indices.rows), *metrics.shape), math.nan, dtype=torch.float32, device=model.cfg.device)
     if results:
-        measured[torch.tensor(tried, device=measured.device)] = torch.stack(results).to(measured)
+        measured[torch.tensor(indices.tried, device=measured.device)] = torch.stack(results).to(measured)
     values = metrics.reduced(measured.movedim(1, 0))
-    if sizes is not None:
-        values = values.reshape(values.shape[0], *sizes, *values.shape[2:])
+    values = values.reshape(values.shape[0], *indices.sizes, *values.shape[2:])
     if not as_result:
         return (values[0], frame) if return_index_df else values[0]
     before = None
     if baseline:
         before = metrics.reduced(metrics(model(tokens, attention_mask=attention_mask)).to(measured))
-    indices = rows if index_df is None else index_df
     found = PatchingResult(
-        values, list(index_axis_names or ()), indices, list(metrics.names), reduce != "none", before, True
+        values, list(indices.axis_names), indices.given, list(metrics.names), reduce != "none", before, True
     )
     return found if metrics.several else found["metric"]
+
+
+def _indices(
+    model: TransformerBridge,
+    tokens: Tensor,
+    activation_name: str,
+    axis_names: Sequence[str] | None,
+    table: Any,
+    clean_cache: Mapping[str, Tensor],
+) -> Indices:
+    """What to go through, in the one way or the other."""
+    if table is not None and axis_names is not None:
+        raise ValueError("give either index_axis_names or index_df: each of them says which indices to go through")
+    if table is not None:
+        return Indices.of_frame(table)
+    if axis_names is None:
+        raise ValueError("give index_axis_names, or a data frame of indices as index_df")
+    return Indices.of_axes(model, tokens, activation_name, axis_names, clean_cache)
 
 
 def _steps(
     model: TransformerBridge,
     clean_cache: Mapping[str, Tensor],
     activation_name: str,
-    rows: Sequence[list[int]],
+    indices: Indices,
     setter: PatchSetter,
 ) -> list[PatchStep]:
     clean: dict[HookPoint, Tensor] = {}  # taken once: a cache may compute what it holds when it is asked
     steps = []
-    for row in rows:
+    for row in itertools.compress(indices.rows, indices.tried):
         hook = model.names.find(act_name(activation_name, row[0]))
         if hook not in clean:
-            clean[hook] = _clean(clean_cache, hook)
+            clean[hook] = clean_activation(clean_cache, hook)
         steps.append(PatchStep(hook, row, clean[hook], setter))
     return steps
-
-
-def _layers(model: TransformerBridge, activation_name: str) -> list[int]:
-    """The layers that have an activation: of hybrids, some.
-
-    Raises:
-        UnknownHookError: none has.
-    """
-    names = [act_name(activation_name, layer) for layer in range(model.cfg.n_layers)]
-    found = [layer for layer, name in enumerate(names) if name in model.hook_dict or name in model.names.aliases]
-    if not found:
-        model.names.find(names[0])
-    return found
-
-
-def _size(
-    model: TransformerBridge,
-    tokens: Tensor,
-    activation_name: str,
-    axis: str,
-    there: Sequence[int],
-    clean_cache: Mapping[str, Tensor],
-) -> int:
-    """How many values an index axis has."""
-    if axis not in AXES:
-        raise ValueError(f"there is no index axis {axis!r}; there are {', '.join(AXES)}.{suggestion(axis, AXES)}")
-    if axis == "layer":
-        return model.cfg.n_layers
-    if axis.endswith("pos"):
-        return tokens.shape[1]
-    if axis == "feature":
-        hook = model.names.find(act_name(activation_name, there[0]))
-        if not hook.point.axes.endswith(" feature"):
-            raise ValueError(f"{hook.name} has the axes [{hook.point.axes}]: only a point in a basis has features")
-        return _clean(clean_cache, hook).shape[-1]
-    return max(_heads(model, activation_name, layer) for layer in there)
-
-
-def _heads(model: TransformerBridge, activation_name: str, layer: int) -> int:
-    """How many heads an activation has in a layer: some models have more in one than in another."""
-    axes = model.names.find(act_name(activation_name, layer)).point.axes.split()
-    attn = model.architecture.stack.block_at(layer).attn
-    if "n_key_value_heads" in axes:
-        return attn.own("n_key_value_heads", model.cfg.n_kv_heads) if attn else model.cfg.n_kv_heads
-    return attn.own("n_heads", model.cfg.n_heads) if attn else model.cfg.n_heads
-
-
-def _clean(clean_cache: Mapping[str, Tensor], hook: HookPoint) -> Tensor:
-    """The clean run's activation.
-
-    Raises:
-        KeyError: it was not cached.
-    """
-    if hook.name not in clean_cache:
-        how = "by default" if hook.point.group == "standard" else f"with names_filter={hook.name!r}"
-        raise KeyError(f"the clean cache does not hold {hook.name}; run_with_cache(clean_tokens) caches it {how}")
-    return clean_cache[hook.name]
 
 
 def make_df_from_ranges(column_max_ranges: Sequence[int], column_names: Sequence[str]) -> Any:

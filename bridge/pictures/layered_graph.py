@@ -7,12 +7,14 @@ in columns, a place of its own for every line in each column that it passes, and
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
 #: A node, or where an edge passes a column: the edge's number and the column.
 _Stop = str | tuple[int, int]
+#: The stops of an edge, each with its column.
+_Chain = list[tuple[int, _Stop]]
 
 _BETWEEN_BANDS = 0.3
 
@@ -91,42 +93,23 @@ def layout(
         _check(edge, columns, bands)
     shown = sorted({columns[node] for edge in edges for node in edge})
     index = {column: i for i, column in enumerate(shown)}  # columns without a node take no room
-    members: dict[int, list[_Stop]] = {i: [] for i in range(len(shown))}
-    band: dict[_Stop, int] = {}
-    for node in dict.fromkeys(name for edge in edges for name in edge):
-        members[index[columns[node]]].append(node)
-        band[node] = 0 if bands is None else bands[node]
+    nodes = dict.fromkeys(name for edge in edges for name in edge)
+    band: dict[_Stop, int] = {node: 0 if bands is None else bands[node] for node in nodes}
     used = sorted(set(band.values()))
-    chains: list[list[tuple[int, _Stop]]] = []
-    near: dict[_Stop, list[_Stop]] = {}
-    for number, (sender, receiver) in enumerate(edges):
-        start, end = index[columns[sender]], index[columns[receiver]]
-        chain: list[tuple[int, _Stop]] = [(start, sender)]
-        for column in range(start + 1, end):
-            members[column].append((number, column))
-            between = [used.index(band[node]) for node in (sender, receiver)]
-            part = (column - start) / (end - start)
-            band[number, column] = used[round(between[0] + part * (between[1] - between[0]))]
-            chain.append((column, (number, column)))
-        chain.append((end, receiver))
-        chains.append(chain)
-        for (_, one), (_, other) in itertools.pairwise(chain):
-            near.setdefault(one, []).append(other)
-            near.setdefault(other, []).append(one)
+    chains = [_chain(i, edge, {node: index[columns[node]] for node in edge}) for i, edge in enumerate(edges)]
+    for chain in chains:
+        band |= _bands_between(chain, band, used)
+    members: dict[int, list[_Stop]] = {i: [] for i in range(len(shown))}
+    for column, stop in [(index[columns[node]], node) for node in nodes] + [p for chain in chains for p in chain[1:-1]]:
+        members[column].append(stop)
     heights = {
         each: max(sum(_height(stop) for stop in stops if band[stop] == each) for stops in members.values())
         for each in used
     }
-    starts = itertools.accumulate((heights[each] + _BETWEEN_BANDS for each in used), initial=0.0)
     total = sum(heights.values()) + _BETWEEN_BANDS * (len(used) - 1)
+    starts = itertools.accumulate((heights[each] + _BETWEEN_BANDS for each in used), initial=0.0)
     middle = {each: start + heights[each] / 2 - total / 2 for each, start in zip(used, starts, strict=False)}
-    row: dict[_Stop, float] = {}
-    for stops in members.values():
-        row |= _rows(stops, band, middle)
-    for sweep in range(12):
-        for column in sorted(members, reverse=bool(sweep % 2)):
-            members[column].sort(key=lambda stop: sum(row[other] for other in near[stop]) / len(near[stop]))
-            row |= _rows(members[column], band, middle)
+    row = _ordered(members, chains, lambda stops: _rows(stops, band, middle))
     return GraphLayout(
         nodes={stop: (c, row[stop]) for c, stops in members.items() for stop in stops if isinstance(stop, str)},
         paths=[[(c, row[stop]) for c, stop in chain[1:]] for chain in chains],
@@ -134,6 +117,46 @@ def layout(
         n_rows=total,
         bands={each: (middle[each], heights[each]) for each in used},
     )
+
+
+def _chain(number: int, edge: tuple[str, str], column: Mapping[str, int]) -> _Chain:
+    """The stops of an edge from its sender to its receiver, with their columns."""
+    sender, receiver = edge
+    between = range(column[sender] + 1, column[receiver])
+    return [(column[sender], sender), *((at, (number, at)) for at in between), (column[receiver], receiver)]
+
+
+def _bands_between(chain: _Chain, band: Mapping[_Stop, int], used: list[int]) -> dict[_Stop, int]:
+    """The bands of the stops of an edge: on a straight line from its sender's to its receiver's."""
+    (start, sender), *between, (end, receiver) = chain
+    first, last = used.index(band[sender]), used.index(band[receiver])
+    return {stop: used[round(first + (at - start) / (end - start) * (last - first))] for at, stop in between}
+
+
+def _ordered(
+    members: dict[int, list[_Stop]],
+    chains: Sequence[_Chain],
+    rows: Callable[[Sequence[_Stop]], dict[_Stop, float]],
+) -> dict[_Stop, float]:
+    """Sorts each column by where its stops' neighbours are, to and fro, so that few lines cross.
+
+    Args:
+        members: the stops of each column, which are sorted.
+        chains: those of each edge.
+        rows: the rows of a column's stops.
+    """
+    near: dict[_Stop, list[_Stop]] = {}
+    for (_, one), (_, other) in itertools.chain.from_iterable(map(itertools.pairwise, chains)):
+        near.setdefault(one, []).append(other)
+        near.setdefault(other, []).append(one)
+    row: dict[_Stop, float] = {}
+    for stops in members.values():
+        row |= rows(stops)
+    for sweep in range(12):
+        for column in sorted(members, reverse=bool(sweep % 2)):
+            members[column].sort(key=lambda stop: sum(row[other] for other in near[stop]) / len(near[stop]))
+            row |= rows(members[column])
+    return row
 
 
 def _check(edge: tuple[str, str], columns: Mapping[str, int], bands: Mapping[str, int] | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import NamedTuple
 
 import torch
 
@@ -12,6 +13,15 @@ from bridge.tasks.pairs import NumberPairs
 
 NOUNS = ("war", "siege", "trial", "voyage", "treaty", "reign", "drought", "strike", "feud", "project")
 TEMPLATE = "The {noun} lasted from the year {century}{years} to the year {century}"
+
+
+class _Row(NamedTuple):
+    """A pair of prompts; `year` is what the number behind it is compared with."""
+
+    clean: list[int]
+    corrupted: list[int]
+    year: int
+    texts: tuple[str, str]
 
 
 @refuse_wrong_types
@@ -34,31 +44,40 @@ def greater_than(source: Source, n: int, seed: int = 0, prepend_bos: bool | None
     """
     check_positive("n", n)
     encoder = Encoder(source, prepend_bos)
-    rows: list[tuple[list[int], list[int], int, tuple[str, str]]] = []
+    rows: list[_Row] = []
     places = [(noun, century, year) for noun in NOUNS for century in range(11, 19) for year in range(2, 99)]
     random.Random(seed).shuffle(places)
     width = _width(encoder)
-    names = [f"{number:0{width}}" for number in range(10**width)]
     numbers: list[int] | None = None
     for noun, century, year in places:
         if len(rows) == n:
             break
         if encoder.word(f" {noun}") is None or (width == 1 and not 10 <= year < 90):
             continue
-        text, other = (TEMPLATE.format(noun=noun, century=century, years=f"{y:02}") for y in (year, 1))
-        ids, corrupted = encoder.prompt(text), encoder.prompt(other)
-        following = [encoder.next_id(text, ids, name) for name in names]
-        if None in following or len(corrupted) != len(ids) or (rows and len(ids) != len(rows[0][0])):
+        texts = [TEMPLATE.format(noun=noun, century=century, years=f"{y:02}") for y in (year, 1)]
+        clean, corrupted = map(encoder.prompt, texts)
+        following = _following(encoder, texts[0], clean, width)
+        if following is None or len(corrupted) != len(clean) or (rows and len(clean) != len(rows[0].clean)):
             continue
-        if numbers is None:
-            numbers = [number for number in following if number is not None]
-        if following != numbers or not _ends_in(encoder, text, ids, width, numbers, year):
-            continue
-        rows.append((ids, corrupted, year if width == 2 else year // 10, (text, other)))
+        numbers = following if numbers is None else numbers
+        if following == numbers and _ends_in(encoder, texts[0], clean, width, numbers, year):
+            rows.append(_Row(clean, corrupted, year if width == 2 else year // 10, (texts[0], texts[1])))
     if len(rows) < n or numbers is None:
         raise ValueError(
             f"n is {n}; this tokenizer splits the years of all but {len(rows)} prompts otherwise than others"
         )
+    return _pairs(rows, numbers, width, encoder)
+
+
+def _following(encoder: Encoder, text: str, ids: list[int], width: int) -> list[int] | None:
+    """The tokens of all numbers behind a prompt; None where one of them is no token there."""
+    found = [encoder.next_id(text, ids, f"{number:0{width}}") for number in range(10**width)]
+    known = [number for number in found if number is not None]
+    return known if len(known) == len(found) else None
+
+
+def _pairs(rows: list[_Row], numbers: list[int], width: int, encoder: Encoder) -> NumberPairs:
+    """The prompts, with the numbers that are right in each."""
     clean, corrupted_ids, years, texts = zip(*rows, strict=True)
     at, every = torch.tensor(years)[:, None], torch.arange(len(numbers))[None]
     smaller = every <= at if width == 2 else every < at

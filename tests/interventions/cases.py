@@ -10,6 +10,26 @@ RESID, Z, PATTERN = "blocks.1.hook_resid_post", "blocks.1.attn.hook_z", "blocks.
 LENGTH = 7
 
 
+def add_some(x):
+    x[:, [0, 3], 1:4] += 0.5
+
+
+def scale(x):
+    x[:, :, 1] *= 0.5
+
+
+def clamp(x):
+    x[:, 1:] = x[:, 1:].clamp(-0.5, 0.25)
+
+
+def zero(x):
+    x[:, [0, 1], :, 2] = 0
+
+
+def mean(x):
+    x[:, :, 0] = x.mean(2)
+
+
 def cases(d_model: int, n_heads: int) -> dict[str, tuple[str, object, object]]:
     """By name: the hook point, the operation, and the function that changes its activation in place, by hand.
 
@@ -26,21 +46,6 @@ def cases(d_model: int, n_heads: int) -> dict[str, tuple[str, object, object]]:
 
     def add(x):
         x += 2 * vector
-
-    def add_some(x):
-        x[:, [0, 3], 1:4] += 0.5
-
-    def scale(x):
-        x[:, :, 1] *= 0.5
-
-    def clamp(x):
-        x[:, 1:] = x[:, 1:].clamp(-0.5, 0.25)
-
-    def zero(x):
-        x[:, [0, 1], :, 2] = 0
-
-    def mean(x):
-        x[:, :, 0] = x.mean(2)
 
     def out(x):  # what least squares leaves
         x -= (

@@ -127,7 +127,7 @@ def test_arguments_that_mean_nothing_are_refused():
         (lambda: Zero(positions=1, part="prompt"), "give one of them"),
         (lambda: ProjectOut(torch.ones(2, 4)), "depend on each other"),
         (lambda: ProjectOut(torch.ones(2, 4, 4)), "has shape"),
-        (lambda: Mean("positions"), 'must be "rows"'),
+        (lambda: Mean("positions"), "must be 'rows', 'heads' or 'features'"),
     ):
         with pytest.raises((TypeError, ValueError), match=said):
             make()

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 #: torch's own format; `make export` runs all.
 EXPORTED = (
     "test_logits_patterns_and_streams_with_and_without_interventions[dynamo-gpt2]",
@@ -14,17 +16,18 @@ EXPORTED = (
 )
 
 
-def test_compiled_and_exported_programs():
+@pytest.mark.parametrize(
+    "files",
+    [
+        ["programs/compiled.py"],
+        ["programs/shared.py"],
+        ["patching/compiled.py", *(f"programs/exported.py::{name}" for name in EXPORTED)],
+    ],
+    ids=lambda files: files[0],
+)
+def test_compiled_and_exported_programs(files: list[str]):
     made = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-n",
-            "0",
-            *(f"tests/{file}.py" for file in ("programs/compiled", "programs/shared", "patching/compiled")),
-            *(f"tests/programs/exported.py::{name}" for name in EXPORTED),
-        ],
+        [sys.executable, "-m", "pytest", "-n", "0", *(f"tests/{file}" for file in files)],
         cwd=Path(__file__).parents[2],
         env=os.environ | {"UNCHECKED": "1"},
         capture_output=True,

@@ -13,7 +13,7 @@ from weight_processing.check import ProcessingError
 from weight_processing.limits import is_as_left
 from weight_processing.parts import ProcessedParts
 from weight_processing.saving import SavedBiases
-from weight_processing.steps import STEPS
+from weight_processing.steps import TRANSFORMS
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -287,7 +287,7 @@ def test_few_tensors_are_held_at_a_time() -> None:
     assert bridge.W_U.numel() / parts.piece > 50  # pieces that are worked on in turn
     with torch.no_grad(), Counted(model):
         for step in ("fold_ln", "center_writing_weights", "center_unembed"):
-            STEPS[step](parts, SavedBiases(model))
+            TRANSFORMS[step].do(parts, SavedBiases(model))
     assert most < 12
 
 

@@ -50,19 +50,28 @@ def prove_beginning(evidence: Evidence, findings: Findings) -> None:
     if stream is not None and architecture.stack.n_streams is not None:
         findings.equal(ENDS, f"{first} (all streams alike)", stream, stream[:, :, :1].expand_as(stream))
         stream = stream[:, :, 0]
-    if made.module is not None:
+    if made.module is None:
+        _sum_at_first_block(evidence, findings, first, stream)
+    else:
         full = evidence.get("hook_full_embed")
         if full is not None and architecture.stack.every_block[0].ends:
             full = zeroed(findings, full, stream)
         findings.equal(ENDS, first, stream, full)
         _sum_of_embeddings(evidence, findings, made)
-        return
-    embed = evidence.get("hook_embed")
+
+
+def _sum_at_first_block(evidence: Evidence, findings: Findings, first: str, stream: Tensor | None) -> None:
+    """Without a module around the embeddings, their sum is what enters the first block.
+
+    Args:
+        evidence, findings: as for `prove_beginning`.
+        first: the hook point of the first stream.
+        stream: what it shows.
+    """
+    made, embed = evidence.bridge.architecture.embedding, evidence.get("hook_embed")
     text = _text_places(evidence, first, stream)
-    # Shortformer's positions are added to what queries and keys read.
-    shifts = {part.qk_shift for block in architecture.stack.every_block for part in block.attentions}
-    positions = evidence.get("hook_pos_embed") if made.positions not in shifts else None
     if made.norm:
+        tokens = evidence.call(evidence.base, made.tokens)
         rows = tokens.result if tokens else None
         scaled = None if rows is None else rows * made.factor
         findings.equal(ENDS, "embed norm", evidence.entered(evidence.base, made.norm.path), scaled)
@@ -70,16 +79,23 @@ def prove_beginning(evidence: Evidence, findings: Findings) -> None:
         findings.holds(ENDS, first, False, "the embedding or the first block did not run")
         return
     embed = transformed(made.behind_embed, embed, module_at(evidence.bridge.original_model, evidence.base))
-    rest = stream if positions is None else stream - positions.to(stream)
-    types = evidence.get("embed.hook_token_type_embed") if made.types else None
-    rest = rest if types is None else rest - types.to(stream)
-    for name in map(more_embed_name, made.more):
+    rest = stream
+    for name in _added_to_tokens(evidence, made):
         more = evidence.get(name)
         rest = rest if more is None else rest - more.to(stream)
     if text is not None:  # images have the other places
         findings.inconclusive(ENDS, "what is not made of tokens: images have its place")
         rest, embed = rest[text], embed[text]
     findings.equal(ENDS, first, rest, embed.to(rest.dtype), float(stream.abs().max()))
+
+
+def _added_to_tokens(evidence: Evidence, made: Embedding) -> list[str]:
+    """The hook points of what is added to the embeddings of tokens."""
+    blocks = evidence.bridge.architecture.stack.every_block
+    # Shortformer's positions are added to what queries and keys read.
+    shifts = {part.qk_shift for block in blocks for part in block.attentions}
+    own = [] if made.positions in shifts else ["hook_pos_embed"]
+    return [*own, *(["embed.hook_token_type_embed"] if made.types else []), *map(more_embed_name, made.more)]
 
 
 def _patches(evidence: Evidence, findings: Findings, made: Embedding) -> None:
