@@ -134,16 +134,18 @@ class ModelConfig(LoadedModelFields):
         return known if rows is None else rows
 
     def _ties_now(self, core: nn.Module) -> bool:
-        """Whether one tensor is embedding and unembedding; of models with several embeddings, what they say."""
+        """Whether one tensor is embedding and unembedding; without an unembedding, what the configuration says."""
         config = config_of(core)
         if not self._vocabularies[0]:  # it reads no tokens
             return False
-        if config.is_encoder_decoder or not all(has_module(core, path) for path in self._vocabularies if path):
+        embed, unembed = (
+            getattr(core.get_submodule(path), "weight", None) if path and has_module(core, path) else None
+            for path in self._vocabularies
+        )
+        if not isinstance(embed, Tensor) or not isinstance(unembed, Tensor):
             return _ties(config, core)
-        both = [getattr(core.get_submodule(path), "weight", None) for path in self._vocabularies if path]
-        if len(both) < 2 or not all(isinstance(each, Tensor) for each in both):
-            return _ties(config, core)
-        return both[0] is both[1]
+        of_two = (each.weight for each in core.modules() if isinstance(each, nn.Embedding))  # with a decoder's own
+        return unembed is embed or (config.is_encoder_decoder and any(unembed is each for each in of_two))
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         if self._model is None:

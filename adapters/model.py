@@ -16,6 +16,7 @@ from adapters.config import ModelConfig, model_config
 from adapters.inputs.made import Given
 from adapters.layout import Layout, SpreadModelError, layout_of
 from adapters.paths import base_path, core_path, join
+from adapters.plain_model import PlainModel
 from adapters.points import Point
 from adapters.registry import UnsupportedModelError, check_modules, declaration_for, is_declared
 
@@ -103,7 +104,10 @@ def map_model(
         try:
             found = inference.declaration.infer(model, inputs)
         except inference.declaration.NotInferable as why:
-            said = f"{why}: so what plays which part in {type(core).__name__} could not be inferred; {_refusal(core)}"
+            plain = isinstance(core, PlainModel)
+            name = type(core.module if plain else core).__name__
+            refusal = "" if plain else _refusal(core)  # no adapter is near to a module of plain torch
+            said = f"{why}: so what plays which part in {name} could not be inferred; {refusal}"
             raise UnsupportedModelError(said.removesuffix("; ")) from None
         return _mapped(model, core, found.architecture, found).without(found.not_offered)
     architecture = declaration_for(core) if declared is None else declared

@@ -171,9 +171,17 @@ def _run_of_matrices(module: nn.Module, tokens: Tensor) -> tuple[list[ModuleCall
     except WRONG as error:
         raise UnsupportedModelError(
             f"{type(module).__name__} is no model of transformers, and does not run on tokens alone "
-            f"({one_line(error)}): tokens have to go in, as its first argument, and logits come out"
+            f"({one_line(error)}): tokens have to go in, as its first argument, and logits come out{_held(module)}"
         ) from error
     return sorted(recording.calls, key=lambda call: call.end), logits
+
+
+def _held(module: nn.Module) -> str:
+    """Where a module of another library has a model of transformers (sentence-transformers)."""
+    held = next(((path, each) for path, each in module.named_modules() if isinstance(each, PreTrainedModel)), None)
+    if held is None:
+        return ""
+    return f". It holds a {type(held[1]).__name__}, which can be wrapped: its get_submodule({held[0]!r})"
 
 
 def _looks_up(call: ModuleCall, tokens: Tensor) -> bool:

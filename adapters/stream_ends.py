@@ -46,6 +46,8 @@ class Embedding:
             and its output is a term of the sum (RoCBert).
         module: the module that puts out the first stream (BERT). The hook points then have the names of
             HookedTransformer's encoder, and `hook_full_embed` is its output.
+        positions_of_tokens: the table of positions is given the tokens, before the table of tokens is, and has rows for
+            each text (FSMT).
         unknown: what else the stream begins with, where that cannot be said. Nothing can then be decomposed.
     """
 
@@ -55,6 +57,7 @@ class Embedding:
     norm: Norm | None = None
     project: str | None = None
     module: str | None = None
+    positions_of_tokens: bool = False
     unknown: str = ""
 
     @property

@@ -72,7 +72,7 @@ INSIDE_ADAPTERS = {
     "automatic": {"imports", "views", "vocabulary", "inputs", "observe"},
     "proofs": {"imports", "views", "vocabulary", "inputs", "observe", "building"},
     "plain_model": {"vocabulary", "inputs", "observe", "registry"},
-    "model": {"vocabulary", "inputs", "registry", "building", "automatic"},
+    "model": {"vocabulary", "inputs", "registry", "building", "automatic", "plain_model"},
     "kept": {"views", "vocabulary", "inputs", "observe", "registry", "model"},
     "__init__": {"imports", "vocabulary", "registry", "model", "proofs", "kept"},
 }

@@ -415,18 +415,18 @@ class FoundAttention:
         return None if factor is None else factor.detach()
 
     def rotated(self) -> bool:
-        """Whether queries are changed, each head's size kept, before they meet the keys."""
+        """Whether queries are changed before they meet the keys, each head's size kept, but for its place's factor."""
         query = self.turned("q")
         if query is None:
             return False
         before, after = self.normed("q"), query.transpose(1, 2)
         if before.shape != after.shape:
             return False
-        factor = float((before * after).sum() / (before * before).sum())
+        factor = (before * after).sum((0, -1), keepdim=True) / (before * before).sum((0, -1), keepdim=True)
         if agree(factor * before, after, before):
             return False
         sizes = after.norm(dim=-1) / before.norm(dim=-1)
-        return bool(((sizes - sizes.mean()).abs() <= ROUNDED_TABLE * sizes.mean()).all())
+        return bool(((sizes - sizes.mean(0)).abs() <= ROUNDED_TABLE * sizes.mean(0)).all())
 
     def product(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """Queries times keys as they meet, and both, ``[batch, head, pos, d_head]``, keys repeated for their group."""

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from adapters.automatic.norms import norm_kind
-from adapters.config import config_of
 from adapters.inputs.arguments import accepted_arguments
 from adapters.observe.calls import BorderTensor, ModuleCall, Recording
 from adapters.observe.errors import NotFound
@@ -79,9 +78,6 @@ def find_stacks(model: nn.Module, recording: Recording) -> tuple[list[FoundStack
         if not isinstance(module, nn.ModuleList | nn.Sequential) or is_inside(path, *(s.path for s in found)):
             continue
         stack, reason = _of_list(path, module, recording)
-        two = getattr(config_of(model), "is_encoder_decoder", False)
-        if stack is not None and stack.positions_first and not stack.members and two:
-            return [], f"the streams of an encoder and a decoder have the shape {tuple(stack.stream.value.shape)}"
         found += [] if stack is None else [stack]
         almost += [reason] if reason else []
     if not found and (other := _parallel(model, recording) or _siblings(model, recording)):
@@ -227,7 +223,7 @@ def _chained(
                 return None, ""
         outputs.append(passed[0])
     stream = tuple(outputs[0].value.shape)
-    positions_first = len(stream) == 3 and stream[:2] == (recording.pos, recording.batch) and len(blocks) > 1
+    positions_first = len(stream) == 3 and recording.turned(outputs[0].value) and len(blocks) > 1
     several = len(stream) == 4 and stream[:2] == (recording.batch, recording.pos) and len(blocks) > 1
     if not several and (len(stream) != 3 or (stream[0] != recording.batch and not positions_first)):
         said = f"the stream of {path} has the shape {stream}, not [batch, pos, d_model]"

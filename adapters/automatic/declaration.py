@@ -133,12 +133,12 @@ class _Inference:
             embedding=embedding.declared(self.relative),
             changed_in_place=(*declared[0].changed_in_place, *self._changed_before(found.blocks[0].start)),
         )
-        if found.positions_first:
-            view = PositionsFirst(
-                self._is_positions_first(embedding.embedding.tokens),
-                bool(unembed and self._is_positions_first(unembed.path)),
-            )
-            declared[0] = replace(declared[0], stream_view=view)
+        for i, each in enumerate(stacks):
+            if each.positions_first:
+                tokens = declared[i].embedding.tokens
+                begins = bool(tokens) and self._is_positions_first(join(self.base, tokens))
+                ends = each is stacks[-1] and unembed is not None and self._is_positions_first(unembed.path)
+                declared[i] = replace(declared[i], stream_view=PositionsFirst(begins, ends))
         heads: tuple[Head, ...] = ()
         readout = Readout()
         if pooled is not None:
@@ -158,7 +158,7 @@ class _Inference:
     def _is_positions_first(self, path: str) -> bool:
         """Whether a module outside of the blocks puts out positions before the batch."""
         calls = self.recording.of(path)
-        return bool(calls) and calls[0].left[0].value.shape[:2] == (self.recording.pos, self.recording.batch)
+        return bool(calls) and self.recording.turned(calls[0].left[0].value)
 
     def _lists_of_blocks(self) -> list[FoundStack]:
         """The lists of blocks that a stream runs through: one, or an encoder's and a decoder's.
@@ -204,6 +204,8 @@ class _Inference:
         """What stands between the last stream and the logits, and the list of blocks with its final norm."""
         last = collapse(self.recording, found)
         on_stream = bool(stack.block.steps and stack.block.steps[-1].stream_norm)
+        if found.positions_first and unembed.entered and not self.recording.turned(unembed.entered.value):
+            last = last.transposed()
         end = End(self.model, self.recording, self.core, unembed, found.blocks[-1].end)
         normed, function = end.normed(last.value, last_norm, on_stream)
         heads = end.heads(normed)
@@ -240,6 +242,8 @@ class _Inference:
         layers = {i: each for i, each in enumerate(blocks) if each != block}
         last = collapse(self.recording, found)
         final, factor = find_final_norm(self.recording, last, found.blocks[-1].end)
+        if final is None and found.positions_first:
+            final, factor = find_final_norm(self.recording, last.transposed(), found.blocks[-1].end)
         if final is None and not (blocks[-1].steps and blocks[-1].steps[-1].stream_norm):
             what = "ln_final" if name == "blocks" else f"{name}_final_ln"
             self.not_offered[what] = "no norm that is known reads the last stream"
@@ -382,8 +386,7 @@ class _Inference:
 
     def _mixes(self, part: FoundPart) -> bool | None:
         """Whether a part mixes positions; None where it cannot be told."""
-        first = part.out[1].live.shape[:2] == (self.recording.pos, self.recording.batch)
-        positions = 0 if first else 1
+        positions = 0 if self.recording.turned(part.out[1].live) else 1
         return mixes_positions(part, positions, partial(rerun, self.model, self.given, positions))
 
     def _attention(self, part: FoundPart, norms: Norms, block: ModuleCall) -> Attention:
@@ -402,10 +405,12 @@ class _Inference:
         return declared
 
     def _mlp(self, part: FoundPart, norms: Norms, block: ModuleCall) -> Part:
-        found = FoundMLP(part, block.path, self.config, norms, block.given)
+        said = next((str(each) for each in self.facts.counts.get("act_fn", ()) if each), None)
+        found = FoundMLP(part, block.path, self.config, norms, block.given, said)
         declared = found.declare()
         self.facts.add("d_mlp", found.d_mlp)
-        self.facts.add("act_fn", act_fn_name(found.act_fn))
+        if found.act_fn or not said:
+            self.facts.add("act_fn", act_fn_name(found.act_fn))
         return declared
 
     def _mixer(

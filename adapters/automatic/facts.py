@@ -22,9 +22,12 @@ from adapters.imports.versions import rotation_of
 from adapters.observe.calls import ModuleCall, Recording
 from adapters.observe.errors import NotFound
 from adapters.observe.gradients import gradient_of
+from adapters.observe.tolerance import FITTED
 from adapters.paths import token_embedding
 from adapters.views import AlibiScores
 
+#: Angles of half precision that differ by more, relatively, are of another base than the configuration says.
+_OTHER_ANGLE = 0.02
 #: So many rows of an embedding and an unembedding are compared.
 _ROWS = 256
 
@@ -162,7 +165,7 @@ class Facts:
             values["attention_dir"] = "bidirectional"
         if values.get("positional_embedding_type") == "rotary":
             dims = [dim for dim in self.counts.get("rotary_dim", {}) if isinstance(dim, int)]
-            said = self._rotary_values()
+            said = self._rotary_values(values.get("rotary_base"), values.get("rotary_dim"))
             values |= said
             # Where queries are scaled elsewhere, a run of few tokens may not show that slow columns turn.
             if dims and (self.exact_rotation or "rotary_dim" not in said):
@@ -206,16 +209,27 @@ class Facts:
             return {"use_local_attn": True, "window_size": seen.pop(), "attn_types": types}
         return {}
 
-    def _rotary_values(self) -> dict[str, object]:
-        """What the configuration says of the rotation that was seen, as far as it says it as transformers does."""
+    def _rotary_values(self, base: object, dim: object) -> dict[str, object]:
+        """What the configuration says of the rotation that was seen, as far as it says it as transformers does.
+
+        Args:
+            base, dim: as they were seen.
+        """
         config = config_of(self.model).get_text_config()
         if getattr(config, "is_heterogeneous", False):
             return {}  # another one for each layer
         parameters = rotation_of(config)
         kinds = [each for each in parameters.values() if isinstance(each, Mapping)]
-        if "rope_theta" in parameters or (kinds and "rope_theta" in parameters.get("full_attention", {})):
-            return rotary_values(config)
-        return {}
+        if "rope_theta" not in parameters and not (kinds and "rope_theta" in parameters.get("full_attention", {})):
+            return {}
+        said = rotary_values(config)
+        if parameters.get("rope_type") == "default" and isinstance(base, float) and isinstance(dim, int):
+            # Angles may be those of another number of columns than turn (Moonshine).
+            whole = all(p.dtype == torch.float32 for p in self.model.parameters())
+            off = abs((base / float(str(said["rotary_base"]))) ** (-2 / dim) - 1)
+            if off > (FITTED if whole else _OTHER_ANGLE):
+                return said | {"rotary_base": base, "rotary_dim": dim}
+        return said
 
 
 def _looks_ahead(found: FoundStack) -> bool:

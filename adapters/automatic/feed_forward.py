@@ -13,7 +13,7 @@ from transformers.activations import ACT2FN
 from adapters.attention import Projection
 from adapters.automatic.layouts import neurons_view, relative
 from adapters.automatic.parts import FoundPart, Norms
-from adapters.config import first
+from adapters.config import act_fn_name, first
 from adapters.feed_forward import MLP
 from adapters.norms import Norm
 from adapters.observe.activations import product
@@ -51,6 +51,7 @@ class FoundMLP:
         config: the model's, which names an activation function: of several that compute the same, it is the one.
         norms: the norms of its block.
         given: what the block is given, by the names of its arguments.
+        said: the activation function of the layers before it: another is declared as the module that computes it.
 
     Attributes:
         d_mlp: how many neurons it has.
@@ -62,9 +63,15 @@ class FoundMLP:
     """
 
     def __init__(
-        self, part: FoundPart, block: str, config: PreTrainedConfig, norms: Norms, given: Mapping[str, Tensor]
+        self,
+        part: FoundPart,
+        block: str,
+        config: PreTrainedConfig,
+        norms: Norms,
+        given: Mapping[str, Tensor],
+        said: str | None = None,
     ) -> None:
-        self.part, self.block, self.config, self.given = part, block, config, given
+        self.part, self.block, self.config, self.given, self.said = part, block, config, given, said
         self.names = activations(config)
         if hasattr(config, "swiglu_limit") and hasattr(config, "swiglu_alpha"):
             self.names += ("clamped_swiglu",)
@@ -136,6 +143,9 @@ class FoundMLP:
             NotFound: gate and up could not be told apart, or were not found.
         """
         linear, activated = list(self.linear), list(self.activated)
+        if not bool(self.post.value.any()):
+            path = self.part.producer.path
+            raise NotFound(f"{path} is given zeros alone, as where a kernel is missing: nothing tells what makes them")
         if len(linear) + len(activated) not in (1, 2):
             raise NotFound(f"{len(linear) + len(activated)} projections reach its neurons one by one, not one or two")
         gate: Found | None
@@ -150,6 +160,11 @@ class FoundMLP:
         self.act_fn = self._activation(gate, up)
         given = None if self.act_fn or gate or self.part.owner else self._times_an_argument(up)
         activation = None if self.act_fn else self._activation_module(gate, up)
+        if self.said and self.act_fn and act_fn_name(self.act_fn) != self.said:
+            self.act_fn, other = None, self.act_fn
+            activation = self._activation_module(gate, up)
+            if activation is None:
+                raise NotFound(f"its activation function is {other}, and that of the layers before it {self.said}")
         owner = self.part.owner.path if self.part.owner else self.block
         if self.part.owner is None and gate and gate[0].path != up[0].path and self.part.pre is None:
             raise NotFound("its layers stand in the block itself, and two of them read the stream")

@@ -19,6 +19,8 @@ from adapters.views import AlibiScores, Composed, FilledScores, HeadsOfBatch, Ma
 #: A filler is this many times below the lowest score: half of it is then below those of a run in which scores are five
 #: times as large.
 _FAR_BELOW = 10
+#: To how much an angle is told, relatively.
+_TOLD_BY_AN_ANGLE = 3e-6
 _SIGNS = torch.tensor([1.0, -1.0], dtype=torch.float64)
 
 
@@ -67,11 +69,13 @@ def rotary_base(attention: FoundAttention, dim: int, adjacent: bool) -> float | 
     steps = turn[:, 1:].sum((0, 2)) * turn[:, :-1].sum((0, 2)).conj()
     if bool(((steps / steps.abs() - (steps / steps.abs())[:1]).abs() > 0.1).any()):
         return None  # a position is not one number, as in a grid of patches
-    turned = turn[:, 1].angle().abs()
+    turned = (turn[:, 1] * turn[:, 0].conj()).angle().abs()  # the first may be turned already (PaliGemma)
     angle = float(turned.median())
     if angle <= 0 or bool(((turned - angle).abs() > FITTED * angle).any()):
         return None
-    return float(f"{angle ** (-dim / 2):.4g}")
+    base = angle ** (-dim / 2)
+    plain = float(f"{base:.4g}")  # a round number, as far as an angle in float32 tells
+    return plain if abs(plain / base - 1) <= _TOLD_BY_AN_ANGLE * dim / 2 else base
 
 
 def soft_cap(attention: FoundAttention, said: float | None) -> float:

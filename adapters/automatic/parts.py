@@ -162,6 +162,8 @@ class Parts:
         for call, kind in self.norms.items():
             if not call.reads(stream.mark) or call.end > part.producer.end:
                 continue
+            if not part.owner and part.reader and call.end <= part.start:
+                continue  # the norm of another part, while this one reads the stream itself (Inkling 2)
             if not part.owner:  # what it norms is given to the first module that is given it
                 read = [c for c in early if c.reads(call.left[0].mark) and c.start > call.end]
                 part.reader = read[0] if read else part.reader

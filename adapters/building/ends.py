@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Set
 from dataclasses import replace
 from typing import cast
@@ -13,7 +14,7 @@ from adapters.norms import Norm, norm_points
 from adapters.paths import call_number, has_module, join, module_at, module_path, path_from
 from adapters.points import Point, PointList, Site
 from adapters.stream_ends import Embedding, Head
-from adapters.views import Composed, Copied, Patches, PositionsFirst, Scaled, WithBatchAxis
+from adapters.views import Composed, Copied, Patches, PositionsFirst, Scaled, View, WithBatchAxis
 
 
 def embedding_points(architecture: Architecture, base: str, model: nn.Module, d_model: int) -> list[Point]:
@@ -52,11 +53,17 @@ def embedding_points(architecture: Architecture, base: str, model: nn.Module, d_
         site = Site(join(base, made.positions), "output")
         names = ("hook_pos_embed", "pos_embed.hook_out")
         name, aliases = ("embed.hook_pos_embed", names) if together else (names[0], names[1:])
-        points.add(name, site, WithBatchAxis(), total, aliases=aliases, sources=(tokens,))
+        view, sources = _of_positions(made, tokens)
+        points.add(name, site, view, total, aliases=aliases, sources=sources)
     _add_sum(points, made, base, total)
     found = copied(points.points, architecture.stack.changed_below(base, in_blocks=False))
     view = architecture.stack.stream_view
     return batch_first(found) if isinstance(view, PositionsFirst) and view.embeddings else found
+
+
+def _of_positions(made: Embedding, tokens: Site) -> tuple[View | None, tuple[Site, ...]]:
+    """How a table of positions is seen, and with the help of what: of that of tokens, where it has one row for all."""
+    return (None, ()) if made.positions_of_tokens else (WithBatchAxis(), (tokens,))
 
 
 def image_points(made: Embedding, base: str, model: nn.Module) -> list[Point]:
@@ -88,7 +95,8 @@ def batch_first(points: list[Point]) -> list[Point]:
     """The points of modules that are given positions first, with the batch first."""
     return [
         replace(point, view=Composed(point.view, PositionsFirst()))
-        if point.axes.startswith("batch pos") and point.site.kind != "attention"  # a kernel has heads before positions
+        # A kernel has heads before positions.
+        if re.match(r"batch \w*pos\b", point.axes) and point.site.kind != "attention"
         else point
         for point in points
     ]
@@ -116,7 +124,8 @@ def add_own_embeddings(points: PointList, stack: Stack, base: str) -> None:
     points.add(f"{stack.name}_embed.hook_out", tokens, scaled, group="extra")
     if made.positions:
         site = Site(join(base, made.positions), "output")
-        points.add(f"{stack.name}_pos_embed.hook_out", site, WithBatchAxis(), group="extra", sources=(tokens,))
+        view, sources = _of_positions(made, tokens)
+        points.add(f"{stack.name}_pos_embed.hook_out", site, view, group="extra", sources=sources)
     if made.types:
         points.add(f"{stack.name}_token_type_embed.hook_out", Site(join(base, made.types), "output"), group="extra")
     if made.norm:

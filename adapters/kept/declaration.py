@@ -108,8 +108,9 @@ class Declaration:
             ...
             FileNotFoundError: [Errno 2] No such file or directory: 'model.json'
         """
+        path = Path(file)
         try:
-            said = json.loads(Path(file).read_text())
+            said = json.loads(path.read_text())
             if not isinstance(said, dict) or said.get("format") != _FORMAT:
                 raise DeclarationError(f"{file} is no declaration that this version reads ({_FORMAT!r})")
             return cls(**_fields(said), name=str(file))

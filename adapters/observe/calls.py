@@ -38,6 +38,11 @@ class BorderTensor:
     value: Tensor
     mark: Mark
 
+    def transposed(self) -> BorderTensor:
+        """The same with its first two axes exchanged."""
+        value = self.value.transpose(0, 1).contiguous()
+        return BorderTensor(self.key, self.live.transpose(0, 1), value, mark(value))
+
 
 def elements_of(output: Any) -> list[Any]:
     """The elements of what a module returned, by position."""
@@ -204,6 +209,10 @@ class Recording:
         """Adds a call that begins."""
         self.calls.append(call)
         self.by_path.setdefault(call.path, []).append(call)
+
+    def turned(self, x: Tensor) -> bool:
+        """Whether a tensor is ``[pos, batch, ...]``, of positions of a row of tokens that it was given."""
+        return x.ndim > 1 and x.shape[0] in self.lengths and x.shape[1] == self.batch != x.shape[0]
 
     def of(self, path: str) -> list[ModuleCall]:
         """The calls of a module."""

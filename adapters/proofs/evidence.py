@@ -255,10 +255,10 @@ def randomized_run(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> E
 
 def _batch_first(evidence: Evidence) -> Calls:
     """The calls with the batch before the positions."""
-    batch, pos = evidence.tokens.shape
+    shapes = [tuple(x.shape[:2]) for x in (evidence.tokens, *evidence.more.values()) if x.ndim > 1]
 
     def turned(x: Any) -> Any:
-        if isinstance(x, Tensor) and x.shape[:2] == (pos, batch):
+        if isinstance(x, Tensor) and tuple(x.shape[1::-1]) in shapes:
             return x.transpose(0, 1)
         return type(x)(turned(value) for value in x) if type(x) in (tuple, list) else x
 

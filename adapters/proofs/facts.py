@@ -96,7 +96,7 @@ def _last_of_experts(evidence: Evidence) -> set[int]:
 def _tied(evidence: Evidence, table: Tensor | None) -> bool:
     """One tensor is both the embedding and the unembedding; without an unembedding, what the configuration says."""
     model, path = evidence.bridge.original_model, evidence.from_model("." + evidence.bridge.architecture.readout.path)
-    if not has_module(model, path):
+    if not evidence.bridge.architecture.readout.path or not has_module(model, path):
         return evidence.bridge.cfg.tie_word_embeddings
     weight = getattr(model.get_submodule(path), "weight", None)
     tables = [table]
@@ -182,8 +182,9 @@ def _positions(evidence: Evidence, findings: Findings) -> None:
         if isinstance(table, Tensor):
             before = int(getattr(call.module, "offset", 0)) if call else 0
             seen = table.shape[0] - before
-            given = call.input if call else None
-            if given is not None and not given.is_floating_point() and cfg.n_ctx == seen - int(given.min()):
+            row = call.result.flatten(0, -2)[0].to(table) if call and call.result is not None else table[0]
+            first = (table == row).all(-1).nonzero().flatten().tolist()
+            if first and cfg.n_ctx == len(table) - first[0]:
                 seen = cfg.n_ctx  # the model counts from a later row
             findings.holds(CLAIM, "cfg.n_ctx", cfg.n_ctx == seen, f"it says {cfg.n_ctx}, and the model has {seen}")
     start = cfg.decoder_start_token_id

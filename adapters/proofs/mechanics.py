@@ -151,7 +151,7 @@ class Mechanics:
             try:
                 failed |= test(some)
             except WRONG as error:
-                why = one_line(error)
+                why = f"looking there ends in an error ({one_line(error)})"
                 if len(some) > 1:
                     pending = [some[: len(some) // 2], some[len(some) // 2 :], *pending]
                 else:

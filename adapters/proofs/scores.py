@@ -94,22 +94,32 @@ class _Attention:
             seen = self.get("rot_q"), self.get("rot_k")
             rotated = self._rotated(q, k, *(self._normed_last(*seen) if self.part.rotary == "first" else seen))
             q, k = seen
-        if q is None or k is None:
-            self.findings.holds(SCORES, at, False, "queries or keys after their rotation are not shown")
-            return rotated
         n_heads = pattern.shape[1]
-        if q.shape[2] != n_heads or n_heads % k.shape[2] or n_heads % v.shape[2]:
+        if q is None or k is None:
+            if self._left_out():
+                self.findings.inconclusive(SCORES, f"{at}hook_rot_q and hook_rot_k: they are not offered")
+            else:
+                self.findings.holds(SCORES, at, False, "queries or keys after their rotation are not shown")
+                return rotated
+        elif q.shape[2] != n_heads or n_heads % k.shape[2] or n_heads % v.shape[2]:
             self.findings.holds(SCORES, at, False, f"{q.shape[2]} and {k.shape[2]} heads for {n_heads} patterns")
             return rotated
-        self._scores(q, k, scores, biases)
+        else:
+            self._scores(q, k, scores, biases)
         self._pattern(scores, pattern)
         self._values(v, pattern, z, self._sees_something(scores).transpose(1, 2))
         if not self.padded:
             self._mask(pattern)
         return rotated
 
+    def _left_out(self) -> bool:
+        """Whether queries or keys after their rotation have no hook point: a trial showed something else there."""
+        return any(f"{self.place.part}hook_rot_{letter}" not in self.evidence.bridge.hook_dict for letter in "qk")
+
     def _rotated(self, q: Heads, k: Heads, turned_q: Tensor | None, turned_k: Tensor | None) -> bool:
         """Whether queries and keys are rotated, as it is declared."""
+        if self._left_out():
+            return self.part.rotary is not None
         if self.part.k.latent is not None:
             return self._latent(q, k, turned_q, turned_k)
         if self.padded:  # positions are counted in another way in each row of the batch
@@ -147,6 +157,11 @@ class _Attention:
         base = rotation_of(config_of(self.evidence.bridge.core).get_text_config()).get("rope_theta")
         if self.part.rotary and base is not None:  # its angles are not told apart from the order of its columns
             self.findings.holds(SCORES, "cfg.rotary_base", self.cfg.rotary_base == base, f"it is not {base}")
+        # Queries may be multiplied with a number for each place and head (Mistral Large 4); padding moves the places.
+        wide, plain = turned_q[..., :width].double(), q[..., :width].double()
+        axes = (-1,) if self.padded else (0, -1)
+        factor = (wide * plain).sum(axes, keepdim=True) / plain.pow(2).sum(axes, keepdim=True)
+        q = (q.double() * factor).to(q.dtype) if width and self._is_factor(factor) else q
         self.findings.equal(SCORES, f"{at}hook_rot_q", turned_q[..., :width], q[..., :width])
         self.findings.equal(SCORES, f"{at}hook_rot_k", turned_k[..., :width], k)
         shared = turned_k[..., width:]
@@ -161,6 +176,13 @@ class _Attention:
         ratio = float(sizes[0].norm() / sizes[1].norm()) if q.shape[-1] > width else 1.0
         self.findings.equal(SCORES, f"{at}hook_rot_q", sizes[0], sizes[1] * ratio)
         return bool((turned_q != q).any())
+
+    def _is_factor(self, factor: Tensor) -> bool:
+        """Whether queries are multiplied with something, which no declaration says; it is then said."""
+        if float((factor - 1).abs().max()) <= self.findings.tolerance:
+            return False
+        self.findings.inconclusive(SCORES, f"{self.place.part}hook_rot_q: what queries are multiplied with")
+        return True
 
     def _values(self, v: Heads, pattern: Tensor, z: Tensor, seen: Tensor) -> None:
         """``pattern @ v = z``, with what is declared to stand between, for the queries that see something."""
@@ -392,7 +414,11 @@ class _Attention:
         allowed = back >= 0 if self.cfg.attention_dir == "causal" else torch.ones_like(back, dtype=torch.bool)
         window = self.cfg.window_size
         if self.local and window is not None:
-            allowed = allowed & (back < window) & (back > -window)
+            ahead = window
+            if self.cfg.attention_dir != "causal" and int(-back[seen].min()) == window:  # as T5Gemma 2's encoder
+                self.findings.inconclusive(MASK, f"{window} tokens ahead are seen, and {window - 1} back as cfg says")
+                ahead += 1
+            allowed = allowed & (back < window) & (back > -ahead)
             if window > queries:
                 self.findings.inconclusive(MASK, f"a window of {window} is longer than the text of {queries} tokens")
         at, sees = f"{self.place.part}hook_pattern", (pattern > 0).any(1)

@@ -212,7 +212,8 @@ class PositionsFirst(View):
         return x.transpose(0, 1)
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
-        return new.transpose(0, 1)
+        turned = new.transpose(0, 1)
+        return turned.contiguous() if x.is_contiguous() else turned  # the model may take a view of it (FSMT)
 
 
 class FlatRows(View):

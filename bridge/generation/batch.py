@@ -211,6 +211,7 @@ class _Batch:
         self._pass: ForwardPass | None = None
         self._passing: int | None = None  # the thread of our pass
         self._turns = threading.local()
+        self._is_over = False
         self._whole_logits = any(hook.name.startswith("unembed") for hook in (*edits, *captured))
         self.scope = Scope()
         self._gave_whole_logits = False
@@ -279,6 +280,7 @@ class _Batch:
         self.manager.stop(block=True, hard_stop=True)
         self.manager.destroy()
         with _TURN:
+            self._is_over = True
             for handle in handles:
                 handle.remove()
         self.bridge.wiring.detach_scope(self.scope)
@@ -327,6 +329,9 @@ class _Batch:
                 "causal: run it before or afterwards"
             )
         _TURN.acquire()
+        if self._is_over:  # this waited while the hooks were removed: nothing would give the turn back
+            _TURN.release()
+            return None
         self._turns.taken = getattr(self._turns, "taken", 0) + 1
         if not ours:
             return None

@@ -206,8 +206,16 @@ def with_heads(x: Tensor, n_heads: int | None, show: Callable[[Tensor], Tensor])
         x: ``[batch, kernel_head, kernel_pos, d_head]``.
         n_heads: how many heads are shown; None: those of the kernel.
         show: shows ``[batch, head, pos, d_head]``, and returns what becomes of it.
+
+    Raises:
+        RuntimeError: there are others than so many, in groups or repeated.
     """
     n = n_heads or x.shape[1]
+    if x.shape[1] % n if x.shape[1] > n else x.shape[1] * x.shape[2] % n:
+        raise RuntimeError(
+            f"the first product of queries and keys in it is of {x.shape[1]} heads at {x.shape[2]} positions, not of "
+            f"{n} heads: a module inside of it may multiply others before"
+        )
     if x.shape[1] < n:  # the queries of one position, packed in groups
         shown = x.reshape(x.shape[0], n, -1, x.shape[-1])
         new = show(shown)

@@ -15,6 +15,7 @@ from tests.other_classes.compared import TOKENS
 from tests.other_classes.parts import D_MODEL, D_VOCAB, N_HEADS, randomised
 from tests.other_classes.plain_modules import HundredLines, NanoGPT
 from tests.other_classes.torch_modules import EncoderLayersAfter, Multihead
+from tests.tiny_models import tiny_model
 
 
 @pytest.mark.parametrize("cls", [HundredLines, NanoGPT, Multihead, EncoderLayersAfter])
@@ -83,6 +84,17 @@ class Sums(nn.Module):
         return self.table(tokens).sum((1, 2))
 
 
+class Encodes(nn.Sequential):
+    """A list of modules around a model, which takes a dictionary, as sentence-transformers' models do."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Module())
+        self[0].auto_model = tiny_model("bert", "masked").base_model
+
+    def forward(self, features: dict[str, Tensor]) -> Tensor:
+        return self[0].auto_model(**features).last_hidden_state.mean(1)
+
+
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
@@ -92,7 +104,11 @@ class Sums(nn.Module):
         (HundredLines().to("meta"), "HundredLines has no weights"),
         (
             nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7)),
-            "no list of blocks that each run once: so what plays which part in PlainModel could not be inferred",
+            "no list of blocks that each run once: so what plays which part in Sequential could not be inferred$",
+        ),
+        (
+            Encodes(),
+            r"Encodes is no model .*It holds a BertModel, which can be wrapped: its get_submodule\('0.auto_model'\)",
         ),
     ],
 )

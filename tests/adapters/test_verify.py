@@ -78,7 +78,8 @@ def test_points_that_make_a_run_fail_are_named_with_the_error():
     change(bridge, "blocks.2.hook_attn_out", view=Fails())
     (check,) = [check for check in verify(bridge).checks if check.name.startswith("every hook point fires once")]
     said = [
-        f"blocks.{name}: RuntimeError: no such view" for name in ("0.hook_mlp_out", "1.hook_mlp_out", "2.hook_attn_out")
+        f"blocks.{name}: looking there ends in an error (RuntimeError: no such view)"
+        for name in ("0.hook_mlp_out", "1.hook_mlp_out", "2.hook_attn_out")
     ]
     assert not check.passed and check.detail == "; ".join(said)
 

@@ -8,6 +8,7 @@ from transformers import GenerationConfig, TextIteratorStreamer
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from bridge import TransformerBridge
+from bridge.generation import batch
 from bridge.generation.capacity import Capacity, capacity_for
 from bridge.interventions import Add, Mean, Scale, Zero
 from tests.conftest import tiny
@@ -312,6 +313,34 @@ def test_a_run_beside_it_waits_for_its_turn(bridge):
         for answer in bridge.generate_batch(prompts(), NEW, **GREEDY):  # the same in the loop
             assert answer.error is None and torch.equal(bridge(tokens), right)
     assert not hasattr(bridge.core.config, "is_causal")
+
+
+def test_a_run_that_waits_while_the_last_answer_is_given_keeps_nobody_waiting(bridge, monkeypatch):
+    """Its turn comes when the hooks that would give the turn back are gone."""
+    tokens = torch.tensor([[3, 4, 5]])
+    begin, stop, asked = batch._Batch._begin, batch._Batch.stop, threading.Event()
+    beside = threading.Thread(target=lambda: bridge.original_model(tokens), daemon=True)
+
+    def seen(self, module, args, kwargs):
+        if threading.current_thread() is beside:
+            asked.set()
+        return begin(self, module, args, kwargs)
+
+    def ends(self, handles):
+        with batch._TURN:
+            beside.start()
+            assert asked.wait(60)
+            stop(self, handles)
+        beside.join(60)
+
+    monkeypatch.setattr(batch._Batch, "_begin", seen)
+    monkeypatch.setattr(batch._Batch, "stop", ends)
+    assert all(answer.error is None for answer in bridge.generate_batch(prompts(), NEW, **GREEDY))
+    assert not beside.is_alive()
+    free = batch._TURN.acquire(timeout=1)
+    if free:
+        batch._TURN.release()
+    assert free
 
 
 def test_a_function_that_runs_the_model_inside_of_a_pass_is_refused(bridge):

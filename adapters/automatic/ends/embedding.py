@@ -68,7 +68,13 @@ def find_embedding(
     ]
     if not called or first.entered is None:
         return None
-    return _Search(model, recording, before, called[0], first.entered, text).run()
+    # A table of positions may run before that of tokens (FSMT): it makes the same of every row.
+    tokens = next((call for call in called if not _same_for_each_row(call.left[0].value)), called[0])
+    return _Search(model, recording, before, tokens, first.entered, text).run()
+
+
+def _same_for_each_row(x: Tensor) -> bool:
+    return x.ndim != 3 or torch.equal(x, x[:1].expand_as(x))
 
 
 @dataclass
@@ -95,8 +101,7 @@ class _Search:
     def run(self) -> FoundEmbedding:
         rows = self.tokens.left[0].value
         if rows.ndim == 3 and self.stream.value.shape == rows.transpose(0, 1).shape != rows.shape:
-            value = self.stream.value.transpose(0, 1).contiguous()  # blocks are given positions first, this is not
-            self.stream = BorderTensor(self.stream.key, self.stream.live.transpose(0, 1), value, mark(value))
+            self.stream = self.stream.transposed()  # blocks are given positions first, this is not
         self.found = Embedding(self.tokens.path)
         target = self._behind_norm(self._behind_projection(self.stream))
         rows = self._projected(rows, target.value)
@@ -210,6 +215,8 @@ class _Search:
                 self.missing[name] = f"{call.path} is added to the token embedding, times {weight:g}"
             else:
                 self._add(what, call.path)
+                if what == "positions" and call.end <= self.tokens.start:
+                    self.found = replace(self.found, positions_of_tokens=call.left[0].value.shape == others[call].shape)
 
     def _add(self, what: TableOf, *paths: str) -> None:
         self.found = replace(self.found, added=(*self.found.added, *((what, path) for path in paths)))

@@ -40,17 +40,16 @@ def find_unembedding(model: nn.Module, recording: Recording, after: int) -> Modu
     for module in model.modules():  # the text's model inside of it may be what says (BLIP)
         find: Callable[[], nn.Module | None] | None = getattr(module, "get_output_embeddings", None)
         layer = layer or (find() if find else None)
-    weight = getattr(layer, "weight", None)
-    for call in recording.calls:
-        # It may be the embedding that says, whose matrix the layer has (FSMT).
-        shares = isinstance(layer, nn.Embedding) and call.is_linear and getattr(call.module, "weight", None) is weight
-        if (
-            call.start > after
-            and call.left
-            and (shares or (call.module is layer and not isinstance(layer, nn.Embedding)))
-        ):
-            return call
-    return None
+    behind = [call for call in recording.calls if call.start > after and call.left]
+    if not isinstance(layer, nn.Embedding):
+        return next((call for call in behind if call.module is layer), None)
+    # It may be the embedding that says: the layer has its matrix, or puts out what the model does (FSMT, tied or not).
+    returned = {seen.mark for seen in recording.calls[0].left}
+    return next(
+        (call for call in behind if call.is_linear
+         and (getattr(call.module, "weight", None) is layer.weight or call.left[0].mark in returned)),
+        None,
+    )  # fmt: skip
 
 
 def find_head(recording: Recording, after: int, unembed: ModuleCall) -> tuple[str, str, Norm | None] | None:

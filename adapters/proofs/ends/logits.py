@@ -73,6 +73,9 @@ def _headed(evidence: Evidence, findings: Findings, head: Head, stream: Tensor |
 def _unembedded(evidence: Evidence, findings: Findings, stream: Tensor | None) -> None:
     """The output layer reads what the final norm makes, times the declared factor."""
     readout = evidence.bridge.architecture.readout
+    if readout.unknown:
+        findings.inconclusive(ENDS, readout.unknown)
+        return
     unembed = evidence.call(evidence.from_model("." + readout.path)) if readout.path else None
     if unembed is None and evidence.bridge.architecture.pooled is not None:
         return  # one vector of each image, which its norm puts out

@@ -14,17 +14,21 @@ from adapters import verify
 from adapters.automatic.declaration import infer
 from adapters.automatic.source import source_of
 from adapters.inputs.made import sample_inputs
+from adapters.views import PositionsFirst
 from bridge import TransformerBridge
+from tests.adapters.mutations import declared_as
 from tests.tiny_models import tiny_model
 
-#: Norms on the stream; norms before; RMS norms, position biases; a mixture in both stacks; gates and grouped heads.
-TYPES = ("bart", "m2m_100", "umt5", "switch_transformers", "t5gemma")
+#: Norms on the stream; norms before; RMS norms, position biases; a mixture in both stacks; gates and grouped heads;
+#: positions before the batch.
+TYPES = ("bart", "m2m_100", "umt5", "switch_transformers", "t5gemma", "fsmt")
 #: The modules that project an encoder's output to keys in the first layer of the decoder, and that put out the result.
 CROSS = {
     "bart": ("model.decoder.layers.0.encoder_attn.k_proj", "model.decoder.layers.0.encoder_attn.out_proj"),
     "m2m_100": ("model.decoder.layers.0.encoder_attn.k_proj", "model.decoder.layers.0.encoder_attn.out_proj"),
     "umt5": ("decoder.block.0.layer.1.EncDecAttention.k", "decoder.block.0.layer.1.EncDecAttention.o"),
     "switch_transformers": ("decoder.block.0.layer.1.EncDecAttention.k", "decoder.block.0.layer.1.EncDecAttention.o"),
+    "fsmt": ("model.decoder.layers.0.encoder_attn.k_proj", "model.decoder.layers.0.encoder_attn.out_proj"),
     "t5gemma": ("model.decoder.layers.0.cross_attn.k_proj", "model.decoder.layers.0.cross_attn.o_proj"),
 }
 
@@ -66,6 +70,7 @@ def test_cross_attention_is_what_torch_hooks_see_and_change(model_type: str) -> 
         return path, lambda module, args, output: seen.__setitem__(path, output)
 
     plain = run(model, keep(keys), keep(result))
+    seen = {path: x.transpose(0, 1) if model_type == "fsmt" else x for path, x in seen.items()}
     _, cache = bridge.run_with_cache(tokens, **more)
     k = cache["decoder.0.cross_attn.hook_k"]
     assert k.shape[1] == tokens.shape[1] != cache["decoder.0.cross_attn.hook_q"].shape[1]
@@ -82,6 +87,41 @@ def test_cross_attention_is_what_torch_hooks_see_and_change(model_type: str) -> 
     assert float((halved - plain).abs().max()) > 1e-2
     edited = bridge.run_with_hooks(tokens, fwd_hooks=[("decoder.0.cross_attn.hook_k", lambda x, hook: x * 0.5)], **more)
     torch.testing.assert_close(edited, halved, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@torch.no_grad()
+def test_blocks_that_are_given_positions_first_in_both_stacks(tied: bool) -> None:
+    """FSMT turns the sum of its embeddings, and turns back what enters its output layer."""
+    model = tiny_model("fsmt", "seq2seq", tie_word_embeddings=tied)
+    bridge = TransformerBridge(model)
+    assert dict(bridge.offered().not_offered) == {}
+    inputs = sample_inputs(model)
+    tokens, more = inputs["input_ids"], {"decoder_input_ids": inputs["decoder_input_ids"]}
+    _, cache = bridge.run_with_cache(tokens, names_filter=lambda name: True, **more)
+    decoder = model.model.decoder
+    first = cache["decoder_embed.hook_out"] + cache["decoder_pos_embed.hook_out"]
+    assert torch.equal(first, cache["decoder.0.hook_resid_pre"])
+    assert torch.equal(cache["decoder_pos_embed.hook_out"], decoder.embed_positions(more["decoder_input_ids"]))
+    own = model(**inputs, output_hidden_states=True)
+    for layer, seen in enumerate(own.decoder_hidden_states[:-1]):
+        assert torch.equal(cache[f"decoder.{layer}.hook_resid_pre"], seen)
+    assert torch.equal(cache["unembed.hook_in"], own.decoder_hidden_states[-1])
+    assert torch.equal(cache["unembed.hook_out"], own.logits)
+
+    def plain(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        output = output.clone()
+        output[3, 1] = 0
+        return output
+
+    def nothing_at_three(x: Tensor, hook: Any) -> Tensor:
+        x = x.clone()
+        x[1, 3] = 0
+        return x
+
+    expected = run(model, ("model.decoder.layers.1.self_attn.q_proj", plain))
+    found = bridge.run_with_hooks(tokens, fwd_hooks=[("decoder.1.attn.hook_q", nothing_at_three)], **more)
+    assert torch.equal(found, expected) and not torch.allclose(found, own.logits)
 
 
 @pytest.mark.parametrize("model_type", ["bart", "blenderbot-small"])
@@ -127,6 +167,16 @@ def test_a_table_that_a_layer_does_not_add_is_not_its_position_bias() -> None:
     for layer in range(2):
         own, cross = stack.block_at(layer).attentions
         assert (own.position_bias, cross.position_bias) == ("relative_attention_bias", None)
+
+
+@pytest.mark.parametrize("view", [None, PositionsFirst(embeddings=False, end=True)])
+def test_a_wrong_order_of_positions_is_not_proved(view: PositionsFirst | None) -> None:
+    model = tiny_model("fsmt", "seq2seq")
+    right = infer(model).architecture
+    wrong = replace(right, stacks=(right.stacks[0], replace(right.stacks[1], stream_view=view)))
+    with declared_as(wrong):
+        report = verify(TransformerBridge(model), level="quick")
+    assert not report.passed
 
 
 def test_a_norm_of_the_decoders_embeddings_that_is_left_out_is_not_proved() -> None:

@@ -78,7 +78,7 @@ def test_a_model_that_takes_no_short_texts() -> None:
 
 def test_an_error_without_words_is_a_reason() -> None:
     reasons = set(inferred(raising(NotImplementedError(), "large numbers")).offered().not_offered.values())
-    assert reasons == {"NotImplementedError"}
+    assert reasons == {"looking there ends in an error (NotImplementedError)"}
 
 
 @pytest.mark.parametrize("of", ["short texts", "large numbers"])

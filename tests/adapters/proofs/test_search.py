@@ -70,7 +70,10 @@ def test_wrong_points_are_found_among_all() -> None:
     found = Proof(bridge).run()
     assert bridge.training == training
     assert set(found.not_offered) == {"blocks.0.hook_mlp_out", "blocks.1.attn.hook_q", "blocks.2.hook_attn_out"}
-    assert found.not_offered["blocks.2.hook_attn_out"] == "ValueError: no such view and more"
+    assert (
+        found.not_offered["blocks.2.hook_attn_out"]
+        == "looking there ends in an error (ValueError: no such view and more)"
+    )
     assert found.not_offered["blocks.0.hook_mlp_out"].startswith("writing back what was read changes the logits by ")
     rows, length = found.tokens.shape
     said = f"its shape is ({rows}, {length}, 32), not [batch pos n_heads d_head]"
