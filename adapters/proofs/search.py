@@ -117,7 +117,7 @@ class Proof:
         only_choose = self._auxiliary() | {"embed.hook_in"}
         edited = [name for name in rows_of if name not in only_choose and "hook_expert_indices" not in name]
         few = self._cut(lambda length: min(length, 3)) or self.arguments
-        return Edits(self.bridge, few, self.arguments, not self.no_layer_runs, self._step).without_effect(edited)
+        return Edits(self.bridge, few, self.arguments, not self.no_layer_runs, self._progress).without_effect(edited)
 
     def _auxiliary(self) -> set[str]:
         """The hook points of what attention has besides: an indexer chooses keys, and of a short text it takes all."""
