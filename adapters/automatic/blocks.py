@@ -136,7 +136,7 @@ def numbered_members(
 
 
 def _siblings(model: nn.Module, recording: Recording) -> FoundStack | None:
-    """Blocks that stand in one module, of one class, with others beside them or without a list, or one that runs again.
+    """Blocks that stand in one module, of one class, among others or without a list, or one that runs again.
 
     The outermost module, and the longest row of calls in it.
     """

@@ -117,7 +117,7 @@ class _Inference:
         first_stack, last_norm = self._stack(found, "encoder" if others else "blocks")
         unembed = find_unembedding(self.model, self.recording, stacks[-1].blocks[-1].end)
         pooled = self._pooled(found, last_norm) if self.main is not None and not others else None
-        if pooled is not None and pooled.unembed is None:  # a vector that the model returns beside the last stream
+        if pooled is not None and pooled.unembed is None:  # a vector that the model returns besides the last stream
             self.not_offered.pop("ln_final", None)
             pooled = None
         if pooled is not None:

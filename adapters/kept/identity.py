@@ -35,7 +35,7 @@ class Identity:
 
     Attributes:
         model: the name of its class.
-        code: of the code of all its modules, and what that calls beside torch's and the standard library's.
+        code: of the code of all its modules, and what that calls besides torch's and the standard library's.
         config: its configuration, without what says how it is loaded.
         loaded: of its modules, of what is theirs and in which type, its attention, and what it is tried with.
         versions: of this library, transformers, torch and Python.

@@ -12,8 +12,8 @@ from transformers.utils.logging import is_progress_bar_enabled
 _DELAY = 2.0
 
 
-class Step:
-    """What is told how far something is. By itself it shows nothing.
+class ProgressBar:
+    """Is told how far something is. Without a bar of tqdm it shows nothing.
 
     Args:
         bar: what shows it.
@@ -35,15 +35,14 @@ class Step:
 
 
 @contextmanager
-def progress(description: str, unit: str = "point") -> Iterator[Step]:
+def progress(description: str) -> Iterator[ProgressBar]:
     """A bar that is shown in a terminal or a notebook after two seconds.
 
     As all bars of loading a model it is switched off by `transformers.utils.logging.disable_progress_bar`.
 
     Args:
         description: what is done.
-        unit: what is counted.
     """
     disable = None if is_progress_bar_enabled() else True
-    with tqdm(total=0, desc=description, unit=unit, delay=_DELAY, disable=disable, leave=False) as bar:
-        yield Step(bar)
+    with tqdm(total=0, desc=description, unit="point", delay=_DELAY, disable=disable, leave=False) as bar:
+        yield ProgressBar(bar)

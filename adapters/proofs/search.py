@@ -14,7 +14,7 @@ from adapters.attention import Attention
 from adapters.inputs.made import Given, sample_inputs, split
 from adapters.observe.errors import WRONG, one_line
 from adapters.observe.modes import evaluating, outside_of_modes
-from adapters.observe.progress import Step, progress
+from adapters.observe.progress import ProgressBar, progress
 from adapters.observe.tolerance import tolerance
 from adapters.proofs.edits import Edits
 from adapters.proofs.evidence import places_of
@@ -40,25 +40,25 @@ class Proof:
         self.tokens, self.inputs = split(bridge.core, self.arguments)
         self.not_offered: dict[str, str] = {}
         self.no_layer_runs = bridge.no_layer_runs
-        self._step = Step()
+        self._progress = ProgressBar()
 
     def run(self) -> Proof:
         """Tries everything. The model's mode is evaluation meanwhile."""
         model = self.bridge.original_model
-        with outside_of_modes(model), evaluating(model), torch.no_grad(), progress("proving") as self._step:
-            self._step("the model itself", 0)
+        with outside_of_modes(model), evaluating(model), torch.no_grad(), progress("proving") as self._progress:
+            self._progress("the model itself", 0)
             self.mechanics = Mechanics(self.bridge, self.tokens, self.inputs, tolerance(self.bridge.cfg.dtype))
-            self._step.grow(len(self.mechanics.names))
+            self._progress.grow(len(self.mechanics.names))
             self.mechanics.run_plain()  # before any hook is there: BigBird chooses its attention in its first run
             for what, test in (
                 ("hook points are seen", self._shown),
                 ("and kept, of a short run", self._kept_of_few),
                 ("what is read is written back", self.mechanics.written_back),
             ):
-                self._step(what, 0)
+                self._progress(what, 0)
                 self._leave_out(test)
             if not self.no_layer_runs:
-                self._step("runs of some layers", 0)
+                self._progress("runs of some layers", 0)
                 self.no_layer_runs = self._why_no_layer_runs()
             self._leave_out(self._edited)
         return self
@@ -117,7 +117,7 @@ class Proof:
         only_choose = self._auxiliary() | {"embed.hook_in"}
         edited = [name for name in rows_of if name not in only_choose and "hook_expert_indices" not in name]
         few = self._cut(lambda length: min(length, 3)) or self.arguments
-        return Edits(self.bridge, few, self.arguments, not self.no_layer_runs, self._step).without_effect(edited)
+        return Edits(self.bridge, few, self.arguments, not self.no_layer_runs, self._progress).without_effect(edited)
 
     def _auxiliary(self) -> set[str]:
         """The hook points of what attention has besides: an indexer chooses keys, and of a short text it takes all."""

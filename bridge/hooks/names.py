@@ -22,14 +22,9 @@ class UnknownHookError(KeyError):
         return str(self.args[0])
 
 
-def nearest(name: str, known: Iterable[str], n: int = 3) -> list[str]:
-    """The known names that look most like `name`, best first."""
-    return difflib.get_close_matches(name, list(dict.fromkeys(known)), n=n, cutoff=0.5)
-
-
 def suggestion(name: str, known: Iterable[str]) -> str:
     """`` Did you mean ...?``, or an empty string when nothing is near."""
-    near = nearest(name, known)
+    near = difflib.get_close_matches(name, list(dict.fromkeys(known)), cutoff=0.5)
     return f" Did you mean {' or '.join(near)}?" if near else ""
 
 

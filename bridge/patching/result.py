@@ -1,4 +1,4 @@
-"""`PatchingResult`: what a sweep measured for each prompt, for several metrics, or beside the unpatched run."""
+"""`PatchingResult`: what a sweep measured for each prompt, for several metrics, or with the unpatched run."""
 
 from __future__ import annotations
 
