@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,9 @@ from adapters.norms import Norm
 from adapters.views import Affine, Chain
 
 #: What a table of embeddings is of.
-TableOf = Literal["positions", "types", "more", "patches"]
+TableOf = Literal["positions", "row positions", "types", "patches", "more"]
+#: In the order in which families say them.
+KINDS: tuple[TableOf, ...] = get_args(TableOf)
 Tables = tuple[tuple[TableOf, str], ...]
 #: The first and the last (exclusive) of some positions, such as ``(0, 1)``, the class token.
 Positions = tuple[int, int | None]
@@ -37,8 +39,9 @@ class Embedding:
         tokens: the table of tokens; "" where the stream begins with images or sound (ViT, Whisper's encoder).
         transform: what its rows go through, a constant first; `hook_embed` shows them before parameters of the base
             model.
-        added: the tables that are added, each with what it is of: ``positions``, ``types`` (the two sentences), or
-            ``more`` (TAPAS), of which each runs once; or ``patches``, the layer that makes vectors of an
+        added: the tables that are added, each with what it is of: ``positions``, the same in each row; ``row
+            positions``, of a table that is given the tokens, before the table of tokens is (FSMT); ``types`` (the two
+            sentences); ``more`` (TAPAS), of which each runs once; or ``patches``, the layer that makes vectors of an
             image's patches, which stand at the last positions of the stream. See `tables`.
         norm: a norm; of the sum where there is a `module`, else of the token embedding alone.
         project: a linear layer that brings the embeddings to the stream's width. Where it is the `module`, it reads
@@ -46,8 +49,6 @@ class Embedding:
             and its output is a term of the sum (RoCBert).
         module: the module that puts out the first stream (BERT). The hook points then have the names of
             HookedTransformer's encoder, and `hook_full_embed` is its output.
-        positions_of_tokens: the table of positions is given the tokens, before the table of tokens is, and has rows for
-            each text (FSMT).
         unknown: what else the stream begins with, where that cannot be said. Nothing can then be decomposed.
     """
 
@@ -57,13 +58,12 @@ class Embedding:
     norm: Norm | None = None
     project: str | None = None
     module: str | None = None
-    positions_of_tokens: bool = False
     unknown: str = ""
 
     @property
     def positions(self) -> str | None:
         """The table of positions."""
-        return next((path for what, path in self.added if what == "positions"), None)
+        return next((path for what, path in self.added if what in ("positions", "row positions")), None)
 
     @property
     def types(self) -> str | None:

@@ -63,7 +63,8 @@ def embedding_points(architecture: Architecture, base: str, model: nn.Module, d_
 
 def _of_positions(made: Embedding, tokens: Site) -> tuple[View | None, tuple[Site, ...]]:
     """How a table of positions is seen, and with the help of what: of that of tokens, where it has one row for all."""
-    return (None, ()) if made.positions_of_tokens else (WithBatchAxis(), (tokens,))
+    of_rows = any(what == "row positions" for what, _ in made.added)
+    return (None, ()) if of_rows else (WithBatchAxis(), (tokens,))
 
 
 def image_points(made: Embedding, base: str, model: nn.Module) -> list[Point]:

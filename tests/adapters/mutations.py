@@ -444,7 +444,7 @@ def embedding_changes(embedding: Embedding) -> Iterator[tuple[str, Embedding]]:
             yield f"{name} of the embedding left out", replace(embedding, **{name: None})
     for name in ("positions", "types", "more"):
         if getattr(embedding, name):
-            left = tuple((what, path) for what, path in embedding.added if what != name)
+            left = tuple((what, path) for what, path in embedding.added if what not in (name, f"row {name}"))
             yield f"{name} of the embedding left out", replace(embedding, added=left)
     if embedding.norm:
         for text, norm in _norm_changes(embedding.norm):

@@ -16,7 +16,7 @@ from adapters.norms import Norm
 from adapters.observe.calls import BorderTensor, ModuleCall, Recording, mark, tightest
 from adapters.observe.tolerance import NEGLIGIBLE, agree
 from adapters.paths import base_path, token_embedding
-from adapters.stream_ends import Embedding, TableOf, tables
+from adapters.stream_ends import KINDS, Embedding, TableOf
 from adapters.views import Affine, Chain, times, transformed
 
 #: A cosine is no chance from this many standard deviations on. Where the question comes up among the 273 tiny types, it
@@ -45,8 +45,8 @@ class FoundEmbedding:
             relative: makes a path from the base model of one from the model.
         """
         found = self.embedding
-        added = tables(found.positions, found.types, found.more, found.patches)  # in the order that families say them
-        return replace(found, added=added, unknown="; ".join(self.missing.values())).moved(relative)
+        added = sorted(found.added, key=lambda table: KINDS.index(table[0]))
+        return replace(found, added=tuple(added), unknown="; ".join(self.missing.values())).moved(relative)
 
 
 def find_embedding(
@@ -214,9 +214,8 @@ class _Search:
                 name = "hook_pos_embed" if what == "positions" else "hook_token_types"
                 self.missing[name] = f"{call.path} is added to the token embedding, times {weight:g}"
             else:
-                self._add(what, call.path)
-                if what == "positions" and call.end <= self.tokens.start:
-                    self.found = replace(self.found, positions_of_tokens=call.left[0].value.shape == others[call].shape)
+                of_rows = call.end <= self.tokens.start and call.left[0].value.shape == others[call].shape
+                self._add("row positions" if what == "positions" and of_rows else what, call.path)
 
     def _add(self, what: TableOf, *paths: str) -> None:
         self.found = replace(self.found, added=(*self.found.added, *((what, path) for path in paths)))
