@@ -266,8 +266,6 @@ def traces(make: Callable[..., Any], shape: tuple[int, int], device: str) -> Job
         "a trace, every layer by `capture`": captured,
     }
     if importlib.util.find_spec("nnsight"):
-        # First: nnsight adds a method to `object`, and then beartype, which we import when it is needed, cannot be.
-        import beartype  # noqa: F401
         from nnsight import NNsight  # type: ignore[import-not-found]
 
         peer = NNsight(hf)

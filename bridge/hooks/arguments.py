@@ -7,7 +7,8 @@ import inspect
 import numbers
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -97,6 +98,8 @@ class _Parameter:
             self._fitting.add(asked)
 
 
+#: How many elements of a container are looked at: a run may be given thousands.
+_LOOKED_AT = 8
 #: Types whose values are all the same to an annotation.
 _ALIKE = frozenset({type(None), bool, int, float, str})
 
@@ -158,13 +161,36 @@ def _fits(value: object, part: Any) -> bool:
         return value.ndim > 0 and issubclass(Tensor, origin)
     if hasattr(value, "__array__") and inspect.isclass(origin):
         return isinstance(value, origin) or issubclass(list, origin)
-    if origin is dict and typing.get_args(part) == (str, Any):  # asked in every run with a cache
-        return isinstance(value, dict) and isinstance(next(iter(value), ""), str)
-    from beartype import BeartypeConf  # imported by what needs it: few calls do
-    from beartype.door import is_bearable
-
+    if origin is not None:
+        return _holds(value, origin, typing.get_args(part))
     with jaxtyped("context"):  # the axes of a caller's function, of whatever size, are not ours
-        return bool(is_bearable(value, part, conf=BeartypeConf(is_pep484_tower=True)))
+        return isinstance(value, part)
+
+
+def _holds(value: object, origin: Any, inside: tuple[Any, ...]) -> bool:
+    """Whether a value is a container of a kind, whose first elements are what they should be.
+
+    Args:
+        value: the argument.
+        origin: the annotation without what is in its brackets.
+        inside: what is.
+    """
+    if origin is type:
+        return isinstance(value, type) and all(each is Any or issubclass(value, each) for each in inside)
+    if not isinstance(value, origin):
+        return False
+    if not inside or not isinstance(value, Collection):
+        return True  # what can be gone through only once is not looked into
+    if isinstance(value, tuple) and origin is tuple and inside[-1] is not Ellipsis:
+        return len(value) == len(inside) and all(map(_is_one_of, value, inside))
+    if not all(_is_one_of(each, inside[0]) for each in islice(value, _LOOKED_AT)):
+        return False
+    # What other mappings hold may be computed when it is asked for.
+    return type(value) is not dict or all(_is_one_of(each, inside[-1]) for each in islice(value.values(), _LOOKED_AT))
+
+
+def _is_one_of(value: object, hint: Any) -> bool:
+    return any(_fits(value, part) for part in _members(hint))
 
 
 def check_choice(name: str, value: object, choices: Iterable[object], error: type[ValueError] = ValueError) -> None:

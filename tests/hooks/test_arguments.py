@@ -1,6 +1,8 @@
 """Arguments of wrong types at the public edge: what is refused, and what is taken although it is of another class."""
 
-from collections.abc import Callable, Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -34,6 +36,13 @@ OF: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "matrix": (Float[Tensor, "row column"], [torch.zeros(2, 3)], [torch.zeros(2), torch.zeros(2, 3).long(), [[1.0]]]),
     "ids": (Int[Tensor, "..."], [torch.tensor(1), torch.tensor([[1]])], [torch.zeros(1), 1]),
     "mapping": (Mapping[str, int], [{}, {"a": 1}], [[("a", 1)], None]),
+    "several of one": (tuple[int, ...], [(), (1,), (1, 2)], [(1, "2"), [1], 1]),
+    "one of each": (tuple[str, int], [("a", 1)], [("a",), ("a", 1, 2), (1, "a"), ["a", 1]]),
+    "rows": (Sequence[Sequence[int]], [[], [[1], []]], [[1], [["a"]], ["ab"]]),
+    "of several": (list[int | str], [[1, "a"]], [[1, None], (1,)]),
+    "set": (set[str], [{"a"}], [{1}, ["a"]]),
+    "class": (type[Exception], [ValueError], [ValueError(), int, "ValueError"]),
+    "once": (Iterable[str], [iter(["a"]), ["a"]], [1, [1]]),
     "function": (Callable[..., Any], [len, lambda: 1], [1, "len"]),
     "literal": (Literal["a", "b"], ["a", "z"], [1, None]),  # which of them there are, is the function's to say
     "protocol": (HasFacts, [Named()], [1, "a", None, torch.zeros(1)]),
@@ -115,3 +124,17 @@ def test_properties_are_not_computed_to_see_what_something_is() -> None:
     check_types("f", {"x": Given()}, {"x": Wanted})
     with pytest.raises(TypeError, match="x is"):
         check_types("f", {"x": 3}, {"x": Wanted})
+
+
+def test_arguments_are_looked_at_where_nnsight_was_imported_first():
+    """It adds a method to `object`, after which beartype cannot be imported: it is none of ours."""
+    code = "\n".join(
+        [
+            "import sys",
+            "sys.modules['beartype'] = None",
+            "from bridge.hooks.arguments import check_types",
+            "check_types('f', {'x': ['a']}, {'x': list[str]})",
+        ]
+    )
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr[-2000:]
