@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMER_BRIDGE_CACHE"] = ""  # every test infers for itself
@@ -23,6 +24,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
 )
+from transformers.generation.continuous_batching import continuous_api
 
 from adapters import registry
 from bridge import TransformerBridge
@@ -32,10 +34,25 @@ transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Minutes of compiling begin at once: workers start at even distances, and so stand these."""
+    compiling = [item for item in items if item.path.name == "test_compiled.py"]
+    if len(compiling) == len(items):
+        return
+    others = [item for item in items if item.path.name != "test_compiled.py"]
+    for place, item in enumerate(compiling):
+        others.insert(place * len(items) // len(compiling), item)
+    items[:] = others
+
+
 def pytest_collection_finish() -> None:
     """What is imported by now stays: collections of garbage, which memory tests ask for, need not go through it."""
     gc.collect()
     gc.freeze()
+
+
+#: transformers asks for a collection after each batch that it generates: half a second each, with all that tests hold.
+continuous_api.gc = SimpleNamespace(collect=lambda: 0)
 
 
 def tiny(name: str, implementation: str = "sdpa", dtype: torch.dtype = torch.float32) -> torch.nn.Module:
