@@ -87,6 +87,7 @@ def tiny(name: str, implementation: str = "sdpa", dtype: torch.dtype = torch.flo
 def _types_as_marked(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test marked `unchecked` runs without these checks: to see our errors for wrong types, or to time."""
     Checks.on = request.node.get_closest_marker("unchecked") is None
+    Checks.test += 1
     yield
     Checks.on = True
 
