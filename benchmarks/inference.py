@@ -21,7 +21,16 @@ from collections.abc import Callable
 
 import torch
 import transformers
-from transformers import BambaConfig, LlamaConfig, Olmo2Config, PreTrainedConfig, Qwen3MoeConfig
+from transformers import (
+    BambaConfig,
+    HubertConfig,
+    LlamaConfig,
+    Olmo2Config,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+    ViTConfig,
+    Wav2Vec2Config,
+)
 
 from bridge import TransformerBridge
 
@@ -61,6 +70,9 @@ MODELS: dict[str, tuple[str, Callable[[], PreTrainedConfig], torch.dtype]] = {
         ),
         torch.float32,
     ),
+    "images (ViT-B)": ("ViTForImageClassification", ViTConfig, torch.float32),
+    "sound (Wav2Vec2)": ("Wav2Vec2Model", Wav2Vec2Config, torch.float32),
+    "sound (HuBERT)": ("HubertModel", HubertConfig, torch.float32),
     "7B, 2 layers": ("LlamaForCausalLM", lambda: LlamaConfig(num_hidden_layers=2, **WIDE), torch.bfloat16),
     "7B, 8 layers": ("LlamaForCausalLM", lambda: LlamaConfig(num_hidden_layers=8, **WIDE), torch.bfloat16),
 }  # fmt: skip

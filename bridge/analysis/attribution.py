@@ -9,8 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from bridge.analysis.requirements import (
-    Activations,
     AnalysedModel,
+    AnalysedRun,
     Index,
     layer_of,
     pick,
@@ -30,7 +30,7 @@ _LEFT_OUT = (
 )
 
 
-class AttributionMethods(Activations):
+class AttributionMethods(AnalysedRun):
     """The methods of `ActivationCache` that look at the residual stream through the norm that reads it."""
 
     @refuse_wrong_types
@@ -146,7 +146,7 @@ class AttributionMethods(Activations):
 
 
 def through_norm(
-    cache: Activations,
+    cache: AnalysedRun,
     residual_stack: Float[Tensor, "component *batch_pos d_model"],
     layer: int | None = None,
     mlp_input: bool = False,
@@ -210,7 +210,7 @@ def _check_fits(
 
 
 def logit_attributions(
-    cache: Activations,
+    cache: AnalysedRun,
     residual_stack: Float[Tensor, "component *batch_pos d_model"],
     tokens: Tokens,
     incorrect_tokens: Tokens | None = None,

@@ -23,7 +23,7 @@ from bridge.analysis.layer_outputs import (
     results_of_layers,
     results_of_neurons,
 )
-from bridge.analysis.requirements import Activations, Index, layer_of, pick, plain, refuse_no_sum, require
+from bridge.analysis.requirements import AnalysedRun, Index, layer_of, pick, plain, refuse_no_sum, require
 from bridge.analysis.residual_norms import PostNorm, StreamNorm, gradients_of, norm_of, post_norm
 from bridge.hooks.act_names import last_stream
 
@@ -51,7 +51,7 @@ class Term:
 class _Walk:
     """Collects terms in the order in which the model adds them. The arguments are those of `terms_of`."""
 
-    cache: Activations
+    cache: AnalysedRun
     groups: Sequence[Group]
     heads: bool
     neurons: bool
@@ -304,7 +304,7 @@ def group_of(named: NamedStep) -> Group:
 
 
 def terms_of(
-    cache: Activations,
+    cache: AnalysedRun,
     layer: int | None = None,
     mlp_input: bool = False,
     *,
@@ -361,7 +361,7 @@ def terms_of(
 
 
 def stacked(
-    cache: Activations, terms: Sequence[Term], layer: int, pos_slice: Index = None
+    cache: AnalysedRun, terms: Sequence[Term], layer: int, pos_slice: Index = None
 ) -> tuple[Float[Tensor, "component *batch_pos d_model"], list[str]]:
     """The terms as one tensor, and their labels.
 
@@ -390,7 +390,7 @@ def stacked(
 
 
 def at_the_end(
-    cache: Activations, stack: Float[Tensor, "component *batch_pos d_model"], name: str, pos_slice: Index = None
+    cache: AnalysedRun, stack: Float[Tensor, "component *batch_pos d_model"], name: str, pos_slice: Index = None
 ) -> Float[Tensor, "component *batch_pos d_model"]:
     """What becomes of terms of the residual stream by its end: what the norms make of them that stand on it behind.
 
@@ -436,7 +436,7 @@ def at_the_end(
     return stack
 
 
-def stream_at(cache: Activations, layer: int) -> Float[Tensor, "*batch_pos d_model"]:
+def stream_at(cache: AnalysedRun, layer: int) -> Float[Tensor, "*batch_pos d_model"]:
     """The residual stream that enters a layer (for ``n_layers``: what the final norm or the head reads).
 
     Args:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from adapters.linear import bias_of, head_results, weight_in_out
 from adapters.paths import module_at
-from bridge.analysis.requirements import Activations, AnalysedModel, Index, pick, require
+from bridge.analysis.requirements import AnalysedModel, AnalysedRun, Index, pick, require
 from bridge.analysis.residual_norms import gradients_of
 
 
@@ -27,7 +27,7 @@ def _to_module(x: Tensor, module: nn.Module) -> Tensor:
 
 
 def results_of_layers(
-    cache: Activations, z: Mapping[int, Float[Tensor, "*batch_pos n_heads d_head"]]
+    cache: AnalysedRun, z: Mapping[int, Float[Tensor, "*batch_pos n_heads d_head"]]
 ) -> Float[Tensor, "layer_head *batch_pos d_model"] | None:
     """What the heads of several layers write, in one tensor: nothing is copied to stack them.
 
@@ -76,7 +76,7 @@ def results_of_layers(
 
 
 def results_of_heads(
-    cache: Activations, layer: int, pos_slice: Index = None
+    cache: AnalysedRun, layer: int, pos_slice: Index = None
 ) -> Float[Tensor, "*batch_pos n_heads d_model"]:
     """What each head of a layer writes, without the output bias: the cached `hook_result`, or computed from `hook_z`.
 
@@ -106,7 +106,7 @@ def results_of_heads(
 
 
 def written_by_heads(
-    cache: Activations, layer: int, z: Float[Tensor, "*any n_heads d_head"]
+    cache: AnalysedRun, layer: int, z: Float[Tensor, "*any n_heads d_head"]
 ) -> Float[Tensor, "*any n_heads d_model"]:
     """What each head of a layer writes for a `hook_z` that is given, without the output bias.
 
@@ -135,7 +135,7 @@ def written_by_heads(
 
 
 def results_of_neurons(
-    cache: Activations, layer: int, neuron_slice: Index = None, pos_slice: Index = None
+    cache: AnalysedRun, layer: int, neuron_slice: Index = None, pos_slice: Index = None
 ) -> Float[Tensor, "*batch_pos_neuron d_model"]:
     """What each neuron of a layer writes, without the output bias: its activation times its row of ``W_out``.
 
@@ -173,7 +173,7 @@ def results_of_neurons(
 
 
 def rows_of_neurons(
-    cache: Activations, layer: int, like: Float[Tensor, "*any d_mlp"], index: Index = None
+    cache: AnalysedRun, layer: int, like: Float[Tensor, "*any d_mlp"], index: Index = None
 ) -> Float[Tensor, "*neuron d_model"]:
     """What each neuron of a layer writes where its activation is 1: its row of ``W_out``, with the layer's factor.
 

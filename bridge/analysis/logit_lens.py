@@ -11,7 +11,7 @@ from torch import Tensor
 from adapters.norms import at_least_float32
 from bridge.analysis.attribution import logit_attributions
 from bridge.analysis.decomposition import terms_of
-from bridge.analysis.requirements import Activations, refuse_no_logit_sum
+from bridge.analysis.requirements import AnalysedRun, refuse_no_logit_sum
 from bridge.analysis.runnable import RunnableModel
 from bridge.hooks.act_names import last_stream
 from bridge.hooks.arguments import refuse_wrong_types
@@ -85,7 +85,7 @@ def head_contributions(
     results = [f"blocks.{i}.attn.hook_result" for i in layers]
     scales = [name for name in bridge.hook_dict if _SCALE.fullmatch(name)]
     _, cache = bridge.run_with_cache(tokens, names_filter=[*results, *scales], pos_slice=-1)
-    assert isinstance(cache, Activations)  # no plain dictionary was asked for
+    assert isinstance(cache, AnalysedRun)  # no plain dictionary was asked for
     terms = terms_of(cache, groups=["attn"], heads=True, post_norms=True)
     pairs = answers[:, None], others[:, None]
     parts = [logit_attributions(cache, at_least_float32(each.value), *pairs, norm_weights=True) for each in terms]

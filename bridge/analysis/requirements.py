@@ -128,7 +128,7 @@ def refuse_no_stream(model: HasStream) -> None:
     model.architecture.refuse_several_streams(model.cfg.model_name)
 
 
-class Activations(Mapping[str, Tensor]):
+class AnalysedRun(Mapping[str, Tensor]):
     """The activations of one run by hook name, and the model that made them.
 
     Attributes:
@@ -226,7 +226,7 @@ def pick(x: Shaped[Tensor, "..."], index: Index, axis: int) -> Shaped[Tensor, ".
     return x[(slice(None),) * (axis % x.ndim) + (chosen,)]
 
 
-def require(cache: Activations, names: Iterable[str]) -> list[Tensor]:
+def require(cache: AnalysedRun, names: Iterable[str]) -> list[Tensor]:
     """The activations of these names.
 
     Args:
