@@ -1,0 +1,54 @@
+"""What a wrap that infers says meanwhile: what is tried, at how many points; and nothing where bars are off."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import transformers
+
+from adapters.observe import progress
+from bridge import TransformerBridge
+from tests.conftest import tiny
+
+pytestmark = pytest.mark.unchecked  # another class stands in the place of tqdm's
+
+
+@pytest.fixture
+def bars(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The bars that are made, as in a terminal: each with what it said."""
+    made: list[Any] = []
+
+    class Bar(progress.tqdm):
+        def __init__(self, *args: Any, disable: bool | None, **more: Any) -> None:
+            super().__init__(*args, disable=bool(disable), file=io.StringIO(), **more)
+            self.said: list[str] = []
+            self.shown = io.StringIO() if self.disable else self.fp
+            made.append(self)
+
+        def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
+            self.said.append(s)
+            super().set_postfix_str(s, refresh)
+
+    monkeypatch.setattr(progress, "tqdm", Bar)
+    monkeypatch.setattr(progress, "_DELAY", 0.0)
+    return made
+
+
+def test_a_bar_says_what_is_tried_and_how_much(bars: list[Any], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(progress, "is_progress_bar_enabled", lambda: True)
+    bridge = TransformerBridge(tiny("llama"), automatic="always")
+    proving = bars[-1]
+    assert proving.desc.startswith("proving")
+    assert proving.total >= len(bridge.hook_dict)
+    assert 0 < proving.n <= proving.total
+    assert {"the model itself", "hook points are seen", "what is read is written back"} <= set(proving.said)
+    assert any(said.startswith("edits, ") for said in proving.said)
+
+
+def test_it_is_off_with_the_bars_of_transformers(bars: list[Any]):
+    assert not transformers.utils.logging.is_progress_bar_enabled()  # switched off for all tests
+    TransformerBridge(tiny("llama"), automatic="always")
+    assert bars
+    assert all(bar.disable and not bar.shown.getvalue() for bar in bars)
