@@ -32,14 +32,14 @@ from bridge import TransformerBridge
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)
+# transformers asks for a collection after each batch that it generates: half a second each, with all that tests hold.
+continuous_api.gc = SimpleNamespace(collect=lambda: 0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Minutes of compiling begin at once: workers start at even distances, and so stand these."""
-    compiling = [item for item in items if item.path.name == "test_compiled.py"]
-    if len(compiling) == len(items):
-        return
-    others = [item for item in items if item.path.name != "test_compiled.py"]
+    compiling = [item for item in items if item.nodeid.startswith("tests/programs/test_compiled.py")]
+    others = [item for item in items if item not in compiling]
     for place, item in enumerate(compiling):
         others.insert(place * len(items) // len(compiling), item)
     items[:] = others
@@ -49,10 +49,6 @@ def pytest_collection_finish() -> None:
     """What is imported by now stays: collections of garbage, which memory tests ask for, need not go through it."""
     gc.collect()
     gc.freeze()
-
-
-#: transformers asks for a collection after each batch that it generates: half a second each, with all that tests hold.
-continuous_api.gc = SimpleNamespace(collect=lambda: 0)
 
 
 def tiny(name: str, implementation: str = "sdpa", dtype: torch.dtype = torch.float32) -> torch.nn.Module:

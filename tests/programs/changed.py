@@ -13,11 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bridge import TransformerBridge
 from tests.adapters.test_verify_all import tiny
-from tests.programs.compiled import assert_same
-from tests.programs.shared import AT, NAMES, SIZES, graphs, nothing_compiled_before
+from tests.programs.compiled import _no_grad, assert_same, nothing_compiled_before  # noqa: F401 - fixtures of all
+from tests.programs.shared import AT, NAMES, SIZES, graphs
 from tests.programs.test_programs import batch
-
-__all__ = ["nothing_compiled_before"]
 
 
 def test_whatever_else_changes_the_next_call_shows_it():
@@ -133,7 +131,7 @@ def test_more_programs_than_torch_keeps_graphs_for():
             return act * len(self.name)
 
     with torch._dynamo.config.patch(recompile_limit=2):
-        for n in range(3):
+        for n in range(5):
             program = bridge.program(NAMES, [(AT, Mode("a" * n))])
             assert_same(program.compile(backend="eager")(tokens, **more), program(tokens, **more))
 

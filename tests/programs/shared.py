@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,21 +19,12 @@ from torch._dynamo.utils import counters
 from bridge import TransformerBridge
 from bridge.interventions import Add, Scale, Set
 from tests.adapters.test_verify_all import tiny
-from tests.programs.compiled import assert_same
+from tests.programs.compiled import _no_grad, assert_same, nothing_compiled_before  # noqa: F401 - fixtures of all
 from tests.programs.test_programs import batch
 
 AT = "blocks.0.hook_resid_post"
 NAMES = ["blocks.1.attn.hook_pattern", "blocks.1.hook_resid_post"]
 SIZES = [(1, 12), (3, 12), (5, 9), (1, 7), (2, 2), (9, 9)]
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled_before() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    with torch.no_grad():
-        yield
-    torch._dynamo.reset()
 
 
 def graphs() -> int:

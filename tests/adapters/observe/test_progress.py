@@ -22,9 +22,8 @@ def bars(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     class Bar(progress.tqdm):
         def __init__(self, *args: Any, disable: bool | None, **more: Any) -> None:
-            super().__init__(*args, disable=bool(disable), file=io.StringIO(), **more)
-            self.said: list[str] = []
-            self.shown = io.StringIO() if self.disable else self.fp
+            self.shown, self.said = io.StringIO(), []
+            super().__init__(*args, disable=bool(disable), file=self.shown, **more)
             made.append(self)
 
         def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
@@ -43,6 +42,7 @@ def test_a_bar_says_what_is_tried_and_how_much(bars: list[Any], monkeypatch: pyt
     assert proving.desc.startswith("proving")
     assert proving.total >= len(bridge.hook_dict)
     assert 0 < proving.n <= proving.total
+    assert "proving" in proving.shown.getvalue()
     assert {"the model itself", "hook points are seen", "what is read is written back"} <= set(proving.said)
     assert any(said.startswith("edits, ") for said in proving.said)
 
