@@ -5,17 +5,17 @@ from typing import TYPE_CHECKING
 from adapters.architecture import Architecture, Block, Embedding, Head, Readout, Stack, Step
 from adapters.attention import Attention, Projection
 from adapters.feed_forward import MLP, MoE
-from adapters.imports.lazily import lazily
-from adapters.mixers.part import Mixer
+from adapters.imports import lazily
+from adapters.mixers import Mixer
 from adapters.model import ModelMap, map_model
 from adapters.norms import Norm
 from adapters.registry import UnsupportedModelError, register, supported
 from adapters.weights import Weights
 
 if TYPE_CHECKING:
-    from adapters.kept.declaration import Declaration, DeclarationError
-    from adapters.proofs.report import Report
-    from adapters.proofs.verification import verify
+    from adapters.kept import Declaration, DeclarationError
+    from adapters.proofs.evidence import Report
+    from adapters.proofs.proofs import verify
 
 __all__ = [
     "MLP", "Architecture", "Attention", "Block", "Declaration", "DeclarationError", "Embedding", "Head", "Mixer",
@@ -25,8 +25,8 @@ __all__ = [
 
 __getattr__, __dir__ = lazily(
     __name__,
-    Declaration="kept.declaration",
-    DeclarationError="kept.declaration",
-    Report="proofs.report",
-    verify="proofs.verification",
+    Declaration="kept",
+    DeclarationError="kept",
+    Report="proofs.evidence",
+    verify="proofs.proofs",
 )

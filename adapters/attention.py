@@ -13,8 +13,7 @@ from torch._subclasses import FakeTensor
 
 from adapters.linear import bias_of, head_results, project_per_head
 from adapters.norms import Norm, norm_points
-from adapters.paths import join, module_path
-from adapters.points import LinkedPoint, PointList, Site, SiteKind
+from adapters.points import LinkedPoint, PointList, Site, SiteKind, join, module_path
 from adapters.views import (
     Affine,
     Biased,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from adapters.attention import Attention
 from adapters.feed_forward import MLP, MoE
-from adapters.mixers.part import Mixer
+from adapters.mixers import Mixer
 from adapters.norms import Norm
 from adapters.views import Affine, Chain, constant_of, transformed
 

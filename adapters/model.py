@@ -11,14 +11,13 @@ from torch import nn
 from adapters import automatic as inference
 from adapters.architecture import Architecture
 from adapters.attention import Attention
-from adapters.building.blocks import hook_points
+from adapters.building import hook_points
 from adapters.config import ModelConfig, model_config
-from adapters.inputs.made import Given
-from adapters.layout import Layout, SpreadModelError, layout_of
-from adapters.paths import base_path, core_path, join
+from adapters.inputs import Given
 from adapters.plain_model import PlainModel
-from adapters.points import Point
+from adapters.points import Point, base_path, core_path, join
 from adapters.registry import UnsupportedModelError, check_modules, declaration_for, is_declared
+from adapters.spread import Layout, SpreadModelError, layout_of
 
 #: Whether what plays which part is inferred: where a class has no adapter, never, always.
 Automatic = bool | Literal["always"]
@@ -102,8 +101,8 @@ def map_model(
                 "docs/adapters.md shows how to declare one by hand"
             )
         try:
-            found = inference.declaration.infer(model, inputs)
-        except inference.declaration.NotInferable as why:
+            found = inference.automatic.infer(model, inputs)
+        except inference.automatic.NotInferable as why:
             plain = isinstance(core, PlainModel)
             name = type(core.module if plain else core).__name__
             refusal = "" if plain else _refusal(core)  # no adapter is near to a module of plain torch
@@ -151,7 +150,7 @@ def _refusal(core: nn.Module) -> str:
 
 
 def _mapped(
-    model: nn.Module, core: nn.Module, architecture: Architecture, inferred: inference.declaration.Inferred | None
+    model: nn.Module, core: nn.Module, architecture: Architecture, inferred: inference.automatic.Inferred | None
 ) -> ModelMap:
     base = base_path(model)
     cfg = model_config(architecture, core, model.get_submodule(base))

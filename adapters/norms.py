@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from adapters.offloaded import materialized
+from adapters.linear import materialized
 from adapters.points import PointList, Site
 from adapters.views import Call, Composed, Derived, View
 

@@ -10,12 +10,10 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from adapters.inputs.arguments import may_take
+from adapters.inputs import may_take
 from adapters.multihead import open_multihead
-from adapters.observe.calls import ModuleCall, elements_of
-from adapters.observe.errors import WRONG, one_line
-from adapters.observe.recording import Recorder
-from adapters.paths import core_path
+from adapters.observe.observe import WRONG, ModuleCall, Recorder, elements_of, one_line
+from adapters.points import core_path
 from adapters.registry import UnsupportedModelError, declaring
 
 

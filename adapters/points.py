@@ -2,14 +2,145 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, TypedDict, Unpack
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from adapters.paths import join
 from adapters.views import View
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Where things are in a model: dotted paths.
+#
+# A module may run several times in a pass (ALBERT's one layer is all of its blocks). ``layers.0@2`` is the third call
+# of it, and what is inside during that call.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+_CALL = re.compile(r"@(\d+)")
+
+
+def module_path(path: str) -> str:
+    """A path without the numbers of calls."""
+    return _CALL.sub("", path) if "@" in path else path
+
+
+def call_number(path: str) -> int | None:
+    """Which call of its module a path means, None where that is called once."""
+    found = _CALL.search(path) if "@" in path else None
+    return int(found[1]) if found else None
+
+
+def module_at(model: nn.Module, path: str) -> nn.Module:
+    """The module at a path, whichever call of it is meant.
+
+    Raises:
+        AttributeError: there is none.
+    """
+    for part in module_path(path).split(".") if path else ():
+        child = model._modules.get(part)
+        model = model.get_submodule(part) if child is None else child  # which says what is missing
+    return model
+
+
+def join(*parts: str) -> str:
+    """Dotted paths one after another; empty ones are left out."""
+    return ".".join(part for part in parts if part)
+
+
+def is_inside(path: str, *modules: str) -> bool:
+    """Whether a path is that of one of these modules, or of something in one."""
+    return any(path == module or path.startswith(f"{module}.") for module in modules)
+
+
+def has_module(model: nn.Module, path: str) -> bool:
+    """Whether there is a module at a path; at "", the model itself."""
+    found: object = model
+    for part in module_path(path).split(".") if path else ():
+        if not isinstance(found, nn.Module):
+            return False
+        child = found._modules.get(part)
+        found = getattr(found, part, None) if child is None else child
+        if found is None:
+            return False
+    return True
+
+
+def token_embedding(model: nn.Module) -> nn.Module | None:
+    """The module of a model's token embeddings; None where its class does not say."""
+    find = getattr(model, "get_input_embeddings", None)
+    try:
+        found: nn.Module | None = None if find is None else find()
+    except NotImplementedError:
+        return None
+    return found
+
+
+def members_of(modules: nn.Module) -> list[nn.Module]:
+    """The modules in a list of modules; one that is at two places is there twice, as `children` does not say."""
+    return [module for module in modules._modules.values() if module is not None]
+
+
+#: What to do where a model has other modules than its adapter declares: a class was replaced by one of another layout.
+INFER = 'If a patch has another layout, TransformerBridge(model, automatic="always") finds out what is where'
+
+
+def missing_module_message(path: str) -> str:
+    """What to say of a module that is not where it was when the bridge was made, or not where it is declared."""
+    return (
+        f"the model has no module {path}. If it was replaced since the bridge was made, make a new bridge of the "
+        f"changed model, TransformerBridge(model). {INFER}"
+    )
+
+
+def core_path(model: nn.Module) -> str:
+    """The path of the Hugging Face model inside what wraps it (PEFT, `torch.compile`, `DistributedDataParallel`), ""
+    where nothing does."""
+    path = ""
+    while True:
+        if hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
+            inner = model.get_base_model()  # type: ignore[operator]
+            step = "base_model" if model._modules.get("base_model") is inner else "base_model.model"
+            model = inner
+        elif "_orig_mod" in model._modules:
+            step, model = "_orig_mod", model.get_submodule("_orig_mod")
+        elif isinstance(model, DistributedDataParallel):
+            step, model = "module", model.module
+        else:
+            return path
+        path = join(path, step)
+
+
+def learns_prompt(model: nn.Module) -> bool:
+    """Whether PEFT puts learned tokens, or keys and values, before what the model is given."""
+    return hasattr(model, "get_base_model") and bool(getattr(model.active_peft_config, "is_prompt_learning", False))
+
+
+def base_path(model: nn.Module) -> str:
+    """The path of the base model (the one without a head) inside `model`, "" where `model` is the base model."""
+    core = core_path(model)
+    module = model.get_submodule(core)
+    prefix = getattr(module, "base_model_prefix", "")
+    base = getattr(module, prefix, None) if prefix else None
+    return join(core, prefix) if base is not None and _takes_all(type(base), type(module)) else core
+
+
+def _takes_all(base: type[nn.Module], model: type[nn.Module]) -> bool:
+    """Whether a base model takes what its model does: the encoder of DINOv3, of that name, is given embeddings."""
+    main = getattr(model, "main_input_name", "input_ids")
+    taken = inspect.signature(base.forward).parameters
+    return main == "input_ids" or main in taken or any(x.kind is x.VAR_POSITIONAL for x in taken.values())
+
+
+def path_from(model: nn.Module, path: str) -> str:
+    """A declared path as one from `model`: it is relative to the base model, or, if it begins with a dot, to the model
+    itself."""
+    return join(core_path(model), path[1:]) if path.startswith(".") else join(base_path(model), path)
+
 
 #: ``input``: an argument of a module. ``output``: what it returns. ``attention``: inside the attention that it
 #: computes. ``softmax``: the softmax in its forward. ``experts``: inside the module that holds a mixture's experts.
@@ -33,7 +164,7 @@ class Site:
             ``{e}.gate``, ``{e}.pre`` (before and parallel to the activation function) and ``{e}.post`` (what enters its
             last projection); in a router, ``logits`` (of all experts, that the best are chosen from), ``product``
             (what its matrix makes of its input) and ``weights`` (of all, zero for those that are not chosen); in a
-            mixer, a channel of `adapters.mixers.functions`, or ``state``.
+            mixer, a channel of `adapters.mixers`, or ``state``.
     """
 
     path: str

@@ -15,8 +15,8 @@ from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 from adapters.architecture import Architecture
 from adapters.config import config_of
 from adapters.families import CLASSES
-from adapters.imports.versions import older_than_declared
-from adapters.paths import base_path, has_module, join
+from adapters.imports import older_than_declared
+from adapters.points import base_path, has_module, join
 
 #: From a Hugging Face configuration to what its models are made of.
 Declare = Callable[[PreTrainedConfig], Architecture]

@@ -18,12 +18,20 @@ from torch import Tensor, nn
 from adapters.architecture import Architecture, NamedStep, Stack
 from adapters.attention import Attention, Projection
 from adapters.config import ModelConfig
-from adapters.experts import ExpertPart, expert_bias, expert_weight, has_bias, has_gate, has_layers, router_matrix
-from adapters.feed_forward import MLP, MoE
-from adapters.linear import adapted_bias, weight_in_out
+from adapters.feed_forward import (
+    MLP,
+    ExpertPart,
+    MoE,
+    expert_bias,
+    expert_weight,
+    has_bias,
+    has_gate,
+    has_layers,
+    router_matrix,
+)
+from adapters.linear import adapted_bias, materialized, weight_in_out
 from adapters.norms import Norm
-from adapters.offloaded import materialized
-from adapters.paths import base_path, core_path, has_module, join, missing_module_message, module_at
+from adapters.points import base_path, core_path, has_module, join, missing_module_message, module_at
 from adapters.views import Call, Chain, Heads, View, linearly, transformed
 
 Get = Callable[[], Tensor]

@@ -16,7 +16,7 @@ import transformers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from bridge import TransformerBridge
-from bridge.generation.capacity import capacity_for
+from bridge.generation.batch import capacity_for
 from bridge.interventions import Add
 
 POINT = "blocks.2.hook_resid_post"

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from bridge import TransformerBridge
 from bridge.circuits import EdgeScores, Graph, edge_attribution, edge_effects, faithfulness_curve, logit_difference
-from bridge.circuits.evaluation import evaluations
+from bridge.circuits.edge_runs import evaluations
 from bridge.tasks import Pairs, embedded_pairs, ioi
 
 SHARES = (0.02, 0.05, 0.1, 0.2)

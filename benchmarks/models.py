@@ -27,12 +27,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from adapters import UnsupportedModelError, verify
 from adapters.attention import Attention
 from adapters.feed_forward import MLP, MoE
-from adapters.inputs.made import sample_inputs
-from adapters.mixers.part import Mixer
+from adapters.inputs import sample_inputs
+from adapters.mixers import Mixer
 from adapters.registry import family_of
 from benchmarks.named_by_transformer_lens import NAMED
 from bridge import TransformerBridge
-from bridge.native.model import NativeModel
+from bridge.native.native import NativeModel
 from tests.properties.cases import switched
 from tests.tiny_models import (
     CANNOT_BE_BUILT,

@@ -64,8 +64,8 @@ def gpt2(rounds: int, sweeps: Sequence[str]) -> None:
 
             def whole(run: Any = run) -> Any:
                 with (
-                    mock.patch("bridge.patching.measured.may_start_later", return_value=False),
-                    mock.patch("bridge.patching.runs.may_start_later", return_value=False),
+                    mock.patch("bridge.patching.sweep.may_start_later", return_value=False),
+                    mock.patch("bridge.patching.corrupted.may_start_later", return_value=False),
                 ):
                     return run()
 

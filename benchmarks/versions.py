@@ -223,7 +223,7 @@ The reference numbers are HookedTransformer's.
 TAIL = """Of torch, `2.13.0+cpu` is the build for CPUs. The others are the builds for CUDA, run on a CPU without CUDA's
 libraries: empty ones stand in their place (`benchmarks/without_cuda.py`).
 
-What differs between versions is in `adapters/imports/versions.py`, each difference with the version and the reason.
+What differs between versions is in `adapters/imports.py`, each difference with the version and the reason.
 What a version cannot do is refused by name when it is asked for: `export` needs transformers 5.23, loading with patches
 5.21, `generate_batch` 5.20, a gradient hook in a block with activation checkpointing 5.23.
 Thirteen classes whose mixture or block was another before 5.15 or 5.21 (DeepSeek V3,

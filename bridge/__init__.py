@@ -11,23 +11,23 @@ check_adapters()  # before anything of that package is imported
 
 if TYPE_CHECKING:
     from bridge.bridge import TransformerBridge as TransformerBridge
-    from bridge.cache.activation_cache import ActivationCache as ActivationCache
-    from bridge.hooks.act_names import act_name as act_name
-    from bridge.hooks.hook_point import HookPoint as HookPoint
+    from bridge.cache import ActivationCache as ActivationCache
+    from bridge.hooks.hooks import HookPoint as HookPoint
     from bridge.hooks.names import UnknownHookError as UnknownHookError
+    from bridge.hooks.names import act_name as act_name
     from bridge.native import NativeConfig as NativeConfig
-    from bridge.weights.factored_matrix import FactoredMatrix as FactoredMatrix
+    from bridge.weights import FactoredMatrix as FactoredMatrix
 
 from bridge.version import __version__  # noqa: E402
 
 _HOME = {
-    "ActivationCache": "bridge.cache.activation_cache",
-    "FactoredMatrix": "bridge.weights.factored_matrix",
-    "HookPoint": "bridge.hooks.hook_point",
+    "ActivationCache": "bridge.cache",
+    "FactoredMatrix": "bridge.weights",
+    "HookPoint": "bridge.hooks.hooks",
     "NativeConfig": "bridge.native",
     "TransformerBridge": "bridge.bridge",
     "UnknownHookError": "bridge.hooks.names",
-    "act_name": "bridge.hooks.act_names",
+    "act_name": "bridge.hooks.names",
 }
 
 __all__ = [*_HOME, "__version__"]

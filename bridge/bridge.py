@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from bridge.facade.analysis import AnalysisMethods
-from bridge.facade.bases import BasisMethods
-from bridge.facade.lens import LensMethods
+from bridge.facade.generation import ProgramMethods, TraceMethods
 from bridge.facade.loading import LoadingMethods
-from bridge.facade.programs import ProgramMethods
-from bridge.facade.trace import TraceMethods
+from bridge.facade.runs import BasisMethods, LensMethods
+from bridge.facade.weights import AnalysisMethods
 
 
 class TransformerBridge(BasisMethods, LensMethods, TraceMethods, ProgramMethods, AnalysisMethods, LoadingMethods):

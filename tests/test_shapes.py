@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 
-from bridge.run.loss import check_counted
+from bridge.run.run import check_counted
 from tests.shapes import lazily_checked as check
 
 

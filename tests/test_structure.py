@@ -79,9 +79,7 @@ INSIDE_ADAPTERS = {
 #: Imports inside functions, with the reason. Optional dependencies that are no packages of ours need none.
 INSIDE_FUNCTIONS = {
     "bridge/cli/main.py": "`python -m bridge --help` need not load torch",
-    "bridge/cli/harvest.py": "likewise, and harvest is an extra",
-    "bridge/cli/export.py": "likewise",
-    "bridge/cli/generate.py": "likewise",
+    "bridge/cli/commands.py": "likewise, and harvest is an extra",
 }
 #: Mutable things at module level, with the reason.
 MUTABLE = {
@@ -95,7 +93,7 @@ MUTABLE = {
         "_CODES",
     ): "what torch compiled, for like programs to come; let go of with the bridge",
     ("bridge/run/layer_range.py", "_LOCK"): "held while a model's module is changed for a run, or changed back",
-    ("bridge/taps/patched_functions.py", "LOCK"): "held while a function that models look up is exchanged, or put back",
+    ("bridge/taps/tap.py", "LOCK"): "held while a function that models look up is exchanged, or put back",
     (
         "bridge/trace/coroutine.py",
         "_IDLE",

@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
 )
 
-from adapters.imports.versions import checkpointing_method, has_transformers
+from adapters.imports import checkpointing_method, has_transformers
 from tests.tiny_images import OWN as OWN_OF_IMAGES
 
 Task = Literal["causal", "masked", "seq2seq", "image_text", "speech"]

@@ -21,18 +21,18 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
-from adapters.automatic.declaration import Inferred, NotInferable, infer
+from adapters.automatic.automatic import Inferred, NotInferable, infer
 from tests.tiny_models import Task, tiny_model, types
 
 FACTORS = (1e-3, 1e-2, 1e-1, 1 / 3, 3, 10, 100, 1000)
 CONSTANTS = (
-    ("adapters.observe.tolerance", "TOLERANCES"),
-    ("adapters.observe.tolerance", "_WORKED_OUT"),
-    ("adapters.observe.tolerance", "FITTED"),
-    ("adapters.observe.tolerance", "NEGLIGIBLE"),
+    ("adapters.observe.recognised", "TOLERANCES"),
+    ("adapters.observe.recognised", "_WORKED_OUT"),
+    ("adapters.observe.recognised", "FITTED"),
+    ("adapters.observe.recognised", "NEGLIGIBLE"),
     ("adapters.automatic.stream", "_PARALLEL"),
-    ("adapters.automatic.measured", "_FAR_BELOW"),
-    ("adapters.automatic.ends.embedding", "_BEYOND_CHANCE"),
+    ("adapters.automatic.facts", "_FAR_BELOW"),
+    ("adapters.automatic.ends", "_BEYOND_CHANCE"),
 )
 TASKS: tuple[Task, ...] = ("causal", "masked", "seq2seq")
 

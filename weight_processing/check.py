@@ -14,9 +14,8 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from adapters.config import ModelConfig
-from adapters.inputs.arguments import accepted_arguments
-from adapters.inputs.made import with_required_inputs
-from adapters.observe.modes import evaluating
+from adapters.inputs import accepted_arguments, with_required_inputs
+from adapters.observe.observe import evaluating
 
 __all__ = ["ProcessingError"]
 

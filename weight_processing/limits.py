@@ -13,9 +13,8 @@ from transformers import PreTrainedModel
 from adapters import Architecture, norms
 from adapters.attention import AddedOutput, Gate, SinkGate
 from adapters.views import Affine, parameters_of
-from weight_processing.parts import Norm, ProcessedParts, norm_parameters
+from weight_processing.parts import Norm, ProcessedParts, held_here, is_sharded, norm_parameters
 from weight_processing.saving import SavedBiases
-from weight_processing.spread import held_here, is_sharded
 from weight_processing.steps import TRANSFORMS
 
 #: How many rows or columns of a matrix are looked at.

@@ -7,18 +7,192 @@ file. We add one for each such bias: the file holds the same function in the par
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import PrefixChange
+from transformers.core_model_loading import ConversionOps, PrefixChange, WeightConverter
 from transformers.pytorch_utils import Conv1D
 
 from adapters import Architecture
-from adapters.paths import base_path, has_module, join
-from weight_processing.file_conversion import BiasIntoNorm, FileConversion, OutputKeys, ReaderKeys
-from weight_processing.parts import Norm, ProcessedParts
-from weight_processing.spread import held_here
+from adapters.points import base_path, has_module, join
+from weight_processing import fold_layer_norm, fold_value_biases
+from weight_processing.parts import Norm, ProcessedParts, held_here, precise
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What stands in a saved model's file for biases for which the model's class has no place.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+_PIECE = 1 << 21
+
+
+@dataclass(frozen=True)
+class ReaderKeys:
+    """A layer that reads a norm, in the state dict.
+
+    Attributes:
+        path: of the layer.
+        bare: its class gives it no bias.
+        transposed: its weight is ``[d_in, d_out]``.
+    """
+
+    path: str
+    bare: bool
+    transposed: bool
+
+
+@dataclass(frozen=True)
+class OutputKeys:
+    """An output projection whose class gives it no bias, in the state dict.
+
+    Attributes:
+        path, value: of the output projection, and of the projection that makes the values.
+        places: where in the latter's bias those of the values stand, ``[kv_heads d_head]``.
+        b_V: the value biases that were folded, ``[kv_heads d_head]``.
+        n_heads: the number of query heads.
+        eps: how far the output projection was rounded then.
+    """
+
+    path: str
+    value: str
+    places: Tensor
+    b_V: Tensor
+    n_heads: int
+    eps: float
+
+
+class BiasIntoNorm(ConversionOps):
+    """Writes biases behind a layer norm's readers as a bias of the norm, which any such model can hold.
+
+    The normalised value ``n`` sums to zero: with a norm bias of ones, and a row ``c`` added to each row of ``W``,
+    ``(n + 1) @ (W + c) == n @ W + (sum over d_model of W) + d_model * c``, and ``c = (b - sum of W) / d_model`` makes
+    the bias ``b``. Folding the norm again gives ``W`` and ``b`` back. A norm that was trained meanwhile is folded
+    first. What reads the norm and has a bias of its own takes the sum of ``W`` out of that.
+
+    Before that, an output bias that came from value biases is written as these.
+
+    Args:
+        norm: the path of the norm, "" where no reader's bias is to be written with it.
+        offset: what is added to its weight.
+        readers: all that read it.
+        output: the output projection, where it has no place for its bias.
+    """
+
+    def __init__(
+        self,
+        norm: str = "",
+        offset: float = 0.0,
+        readers: tuple[ReaderKeys, ...] = (),
+        output: OutputKeys | None = None,
+    ) -> None:
+        self.norm, self.offset, self.readers, self.output = norm, offset, readers, output
+
+    @property
+    def keys(self) -> list[str]:
+        """All that are read, the first of which is written in any case."""
+        modules = [self.norm] if self.norm else []
+        keys = [f"{self.output.value}.bias"] if self.output else []
+        modules += [reader.path for reader in self.readers] + ([self.output.path] if self.output else [])
+        return list(dict.fromkeys(keys + [f"{path}.{name}" for path in modules for name in ("bias", "weight")]))
+
+    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The tensors of the file from those in memory."""
+        found = {key: value[0].detach() for key, value in input_dict.items()}
+        if self.output:
+            _output_into_values(found, self.output)
+        if self.norm:
+            self._readers_into_norm(found)
+        return found
+
+    def _readers_into_norm(self, found: dict[str, Tensor]) -> None:
+        weight, bias = found.get(f"{self.norm}.weight"), found[f"{self.norm}.bias"]
+        w = None if weight is None else precise(weight) + self.offset
+        plain = not bool(bias.any()) and (w is None or bool((w == 1).all()))
+        for reader in self.readers:
+            key = f"{reader.path}.bias"
+            W = found[f"{reader.path}.weight"]
+            new = torch.empty_like(W)
+            rows = (W.T, new.T) if reader.transposed else (W, new)  # d_out d_model
+            b = precise(found.pop(key))
+            own: list[Tensor] = []
+            pieces = (x.split(max(1, _PIECE * len(b) // W.numel())) for x in (*rows, b))
+            for old, place, behind in zip(*pieces, strict=True):
+                matrix = precise(old)
+                if not plain:
+                    folded, more = fold_layer_norm(matrix.T, w, precise(bias))
+                    assert more is not None
+                    matrix, behind = folded.T, behind + more
+                if reader.bare:
+                    c = (behind - matrix.sum(1)) / matrix.shape[1]
+                    place.copy_(_rounded(matrix + c.unsqueeze(1), W.dtype))
+                else:
+                    place.copy_(matrix)
+                    own.append(behind - precise(place).sum(1))
+            found[f"{reader.path}.weight"] = new
+            if own:
+                found[key] = torch.cat(own).to(W.dtype)
+        found[f"{self.norm}.bias"] = torch.ones_like(bias)
+        if weight is not None:
+            found[f"{self.norm}.weight"] = torch.full_like(weight, 1.0 - self.offset)
+
+
+def _output_into_values(found: dict[str, Tensor], keys: OutputKeys) -> None:
+    weight, key = found[f"{keys.path}.weight"], f"{keys.value}.bias"
+    b_O, b_V = found.pop(f"{keys.path}.bias").double(), keys.b_V.to(weight.device)
+    W_O = weight.double().T.unflatten(0, (keys.n_heads, -1))
+    # Each of the products that a bias is the sum of was rounded, and the sum.
+    rounding = 8 * fold_value_biases(b_V.square(), W_O.square()).sqrt() + b_O.abs()
+    allowed = max(keys.eps, torch.finfo(weight.dtype).eps) * rounding + 1e-30
+    if bool(((fold_value_biases(b_V, W_O) - b_O).abs() > allowed).any()):
+        raise ValueError(
+            f"{keys.path}.bias has changed since the value biases were folded into it, and the model's class has no "
+            "place for it: keep it with torch.save(model.state_dict(), ...), not with save_pretrained"
+        )
+    values = found[key].to(torch.float64, copy=True)
+    values[keys.places.to(values.device)] += b_V
+    found[key] = values.to(found[key].dtype)
+
+
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The matrix in a type, with the sum of each row kept: rounding an element goes over to the next one.
+
+    A constant that is small compared with the elements would be rounded away from most of them otherwise.
+    """
+    if dtype not in (torch.float16, torch.bfloat16):
+        return x.to(dtype)
+    columns = x.T.contiguous()
+    new, over = torch.empty_like(columns, dtype=dtype), torch.zeros_like(columns[0])
+    for column, place in zip(columns, new, strict=True):
+        over += column
+        place.copy_(over)
+        over -= place
+    return new.T
+
+
+class FileConversion(WeightConverter):
+    """A conversion between memory and file for exactly these keys; it is only ever made use of when saving.
+
+    Args:
+        operation: what is done.
+    """
+
+    def __init__(self, operation: BiasIntoNorm) -> None:
+        super().__init__(operation.keys, operation.keys[:1], [operation])
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """The name under which what belongs together is collected, and the pattern that matched: the key itself."""
+        if source_key not in self.source_patterns:
+            return source_key, None
+        self._was_used = True
+        return self.target_patterns[0], source_key
+
+    def reverse_transform(self) -> FileConversion:
+        """Saving asks for the reverse of loading."""
+        return FileConversion(self.operations[0])  # type: ignore[arg-type]
 
 
 class SavedBiases:

@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from adapters.imports.lazily import lazily
+from adapters.imports import lazily
 
 if TYPE_CHECKING:
-    from adapters.automatic import declaration as declaration
+    from adapters.automatic import automatic as automatic
 
-__getattr__, __dir__ = lazily(__name__, "declaration")
+__getattr__, __dir__ = lazily(__name__, "automatic")

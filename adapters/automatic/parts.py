@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from adapters.automatic.layouts import relative
+from adapters.automatic.norms import relative
 from adapters.automatic.stream import Sum, Term, Value
-from adapters.inputs.arguments import argument_names
-from adapters.mixers.part import axes_of
+from adapters.inputs import argument_names
+from adapters.mixers import axes_of
 from adapters.norms import OPAQUE_NORM, Norm, NormKind
-from adapters.observe.calls import BorderTensor, ModuleCall, Recording, Softmax, elements_of, tightest
-from adapters.observe.errors import NotFound
 from adapters.observe.gradients import gradient_of
-from adapters.observe.tolerance import tolerance
+from adapters.observe.observe import BorderTensor, ModuleCall, NotFound, Recording, Softmax, elements_of, tightest
+from adapters.observe.recognised import tolerance
 from adapters.views import Args, Kwargs
 
 #: The calls of a block that are norms, with what they compute.

@@ -1,4 +1,4 @@
-"""The families that are declared here, one file each, and the classes of models that each is for."""
+"""The families that are declared here, by the shape that they share, and the classes of models that each is for."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -7,7 +7,6 @@ from types import MappingProxyType
 #: file is imported when a model of one of these classes is wrapped.
 CLASSES: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
-        "apertus": {"apertus": ("ApertusPreTrainedModel",)},
         "bart": {
             "bart": ("BartPreTrainedModel", "PLBartPreTrainedModel"),
             "blenderbot_small": ("BlenderbotSmallPreTrainedModel",),
@@ -15,69 +14,38 @@ CLASSES: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
             "mbart": ("MBartPreTrainedModel",),
             "m2m_100": ("BlenderbotPreTrainedModel", "M2M100PreTrainedModel"),
             "pegasus": ("PegasusPreTrainedModel",),
+            "t5": ("T5PreTrainedModel",),
+            "mt5": ("MT5PreTrainedModel",),
+            "whisper": ("WhisperPreTrainedModel",),
+            "speech_to_text": ("Speech2TextPreTrainedModel",),
         },
-        "bert": {"bert": ("BertPreTrainedModel",)},
-        "bloom": {"bloom": ("BloomPreTrainedModel",)},
-        "codegen": {"codegen": ("CodeGenPreTrainedModel",)},
-        "cohere": {
-            "cohere": ("Cohere2PreTrainedModel", "CoherePreTrainedModel"),
-            "compass": ("CohereCompassForCausalLM", "CohereCompassTextModel"),
+        "bert": {
+            "bert": ("BertPreTrainedModel",),
+            "modernbert_decoder": ("ModernBertDecoderPreTrainedModel",),
         },
-        "dbrx": {"dbrx": ("DbrxPreTrainedModel",)},
-        "deepseek": {
-            "deepseek_v2": ("DeepseekV2PreTrainedModel",),
-            "deepseek_v3": ("DeepseekV3PreTrainedModel",),
-            "glm4_moe_lite": ("Glm4MoeLitePreTrainedModel",),
-            "youtu": ("YoutuPreTrainedModel",),
-            "minicpm3": ("MiniCPM3PreTrainedModel",),
-        },
-        "dots": {
-            "dots1": ("Dots1PreTrainedModel",),
-            "solar_open": ("SolarOpenPreTrainedModel",),
-            "minimax_m2": ("MiniMaxM2PreTrainedModel",),
-            "aria_text": ("AriaTextPreTrainedModel",),
-            "mellum": ("MellumPreTrainedModel",),
-        },
-        "exaone": {
-            "exaone4": ("Exaone4PreTrainedModel",),
-            "exaone_moe": ("ExaoneMoePreTrainedModel",),
-        },
-        "falcon": {"falcon": ("FalconPreTrainedModel",)},
-        "flint": {"flint": ("FlintPreTrainedModel",)},
         "gemma": {
             "gemma": ("GemmaPreTrainedModel",),
             "gemma2": ("Gemma2PreTrainedModel",),
             "gemma3": ("Gemma3PreTrainedModel",),
             "vaultgemma": ("VaultGemmaPreTrainedModel",),
         },
-        "glm": {
-            "glm": ("GlmPreTrainedModel",),
-            "glm4": ("Glm4PreTrainedModel", "Glm4vTextModel", "GlmOcrTextModel"),
-            "glm4_moe": ("Glm4MoePreTrainedModel", "Glm4vMoeTextModel"),
+        "gpt2": {
+            "bloom": ("BloomPreTrainedModel",),
+            "gpt2": ("GPT2PreTrainedModel",),
+            "gpt_bigcode": ("GPTBigCodePreTrainedModel",),
+            "gpt_neo": ("GPTNeoPreTrainedModel",),
+            "mpt": ("MptPreTrainedModel",),
+            "openai_gpt": ("OpenAIGPTPreTrainedModel",),
+            "opt": ("OPTPreTrainedModel",),
+            "xglm": ("XGLMPreTrainedModel",),
+            "biogpt": ("BioGptPreTrainedModel",),
         },
-        "gpt2": {"gpt2": ("GPT2PreTrainedModel",)},
-        "gpt_bigcode": {"gpt_bigcode": ("GPTBigCodePreTrainedModel",)},
-        "gpt_neo": {"gpt_neo": ("GPTNeoPreTrainedModel",)},
-        "gpt_neox": {"gpt_neox": ("GPTNeoXPreTrainedModel",)},
-        "gpt_oss": {"gpt_oss": ("GptOssPreTrainedModel",)},
-        "gptj": {"gptj": ("GPTJPreTrainedModel",)},
-        "granite": {
-            "granite": ("GraniteDoclingTextModel", "GranitePreTrainedModel"),
-            "hyperclovax": ("HyperCLOVAXPreTrainedModel",),
-            "granite_moe": (
-                "GraniteMoePreTrainedModel", "GraniteMoeSWAPreTrainedModel",
-                "GraniteMoeSharedPreTrainedModel",
-            ),
-            "granite_swa": ("GraniteSWAPreTrainedModel",),
-        },
-        "helium": {
-            "helium": ("Ernie4_5PreTrainedModel", "HeliumPreTrainedModel"),
-            "ernie4_5_moe": ("Ernie4_5_MoePreTrainedModel",),
-        },
-        "hunyuan": {
-            "hunyuan": ("HunYuanDenseV1PreTrainedModel", "HunYuanVLTextModel"),
-            "hunyuan_moe": ("HunYuanMoEV1PreTrainedModel",),
-            "hy_v3": ("HYV3PreTrainedModel",),
+        "gpt_neox": {
+            "codegen": ("CodeGenPreTrainedModel",),
+            "falcon": ("FalconPreTrainedModel",),
+            "gpt_neox": ("GPTNeoXPreTrainedModel",),
+            "gptj": ("GPTJPreTrainedModel",),
+            "phi": ("PhiPreTrainedModel",),
         },
         "image_text": {
             "with_language_model": (
@@ -111,64 +79,72 @@ CLASSES: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
                 "GraniteSpeechForConditionalGeneration", "GraniteSpeechPlusForConditionalGeneration",
             ),
         },
-        "kolibri": {
-            "kolibri1": ("Kolibri1PreTrainedModel",),
-            "laguna": ("LagunaPreTrainedModel",),
-            "afmoe": ("AfmoePreTrainedModel",),
-        },
         "llama": {
+            "apertus": ("ApertusPreTrainedModel",),
+            "cohere": ("Cohere2PreTrainedModel", "CoherePreTrainedModel"),
+            "compass": ("CohereCompassForCausalLM", "CohereCompassTextModel"),
             "llama": (
                 "CwmPreTrainedModel", "Emu3ForCausalLM", "Emu3TextModel", "LlamaPreTrainedModel",
                 "Ministral3PreTrainedModel", "MinistralPreTrainedModel", "MistralPreTrainedModel",
                 "SeedOssPreTrainedModel", "SmolLM3PreTrainedModel",
             ),
             "arcee": ("ArceePreTrainedModel",),
-        },
-        "mixtral": {"mixtral": ("MixtralPreTrainedModel",)},
-        "modernbert_decoder": {"modernbert_decoder": ("ModernBertDecoderPreTrainedModel",)},
-        "moshi": {"moshi": ("MoshiForCausalLM", "MoshiModel")},
-        "mpt": {"mpt": ("MptPreTrainedModel",)},
-        "native": {"native": ("NativeModel",)},
-        "olmo": {
-            "olmo": ("OlmoPreTrainedModel",),
-            "olmo2": ("Olmo2PreTrainedModel", "Olmo3PreTrainedModel"),
-            "olmoe": ("OlmoePreTrainedModel",),
-            "flex_olmo": ("FlexOlmoPreTrainedModel",),
-        },
-        "openai_gpt": {"openai_gpt": ("OpenAIGPTPreTrainedModel",)},
-        "opt": {"opt": ("OPTPreTrainedModel",)},
-        "persimmon": {
+            "moshi": ("MoshiForCausalLM", "MoshiModel"),
             "persimmon": ("PersimmonPreTrainedModel",),
             "fuyu": ("FuyuPreTrainedModel",),
-        },
-        "phi": {"phi": ("PhiPreTrainedModel",)},
-        "phi3": {"phi3": ("Phi3PreTrainedModel", "Phi4MultimodalForCausalLM", "Phi4MultimodalModel")},
-        "qwen": {
+            "phi3": ("Phi3PreTrainedModel", "Phi4MultimodalForCausalLM", "Phi4MultimodalModel"),
             "qwen2": ("Qwen2PreTrainedModel", "Qwen2VLTextModel", "Qwen2_5_VLTextModel"),
             "qwen3": ("Qwen3PreTrainedModel", "Qwen3VLTextModel"),
-        },
-        "qwen_moe": {
-            "qwen2_moe": ("Qwen2MoePreTrainedModel",),
-            "qwen3_moe": ("Qwen3MoePreTrainedModel",),
-            "qwen3_vl_moe": ("Qwen3VLMoeTextModel",),
-        },
-        "stablelm": {"stablelm": ("StableLmPreTrainedModel",)},
-        "starcoder2": {
+            "stablelm": ("StableLmPreTrainedModel",),
             "starcoder2": ("Starcoder2PreTrainedModel",),
             "jais2": ("Jais2PreTrainedModel",),
             "nemotron": ("NemotronPreTrainedModel",),
         },
-        "t5": {
-            "t5": ("T5PreTrainedModel",),
-            "mt5": ("MT5PreTrainedModel",),
+        "mixtures": {
+            "dbrx": ("DbrxPreTrainedModel",),
+            "deepseek_v2": ("DeepseekV2PreTrainedModel",),
+            "deepseek_v3": ("DeepseekV3PreTrainedModel",),
+            "glm4_moe_lite": ("Glm4MoeLitePreTrainedModel",),
+            "youtu": ("YoutuPreTrainedModel",),
+            "minicpm3": ("MiniCPM3PreTrainedModel",),
+            "dots1": ("Dots1PreTrainedModel",),
+            "solar_open": ("SolarOpenPreTrainedModel",),
+            "minimax_m2": ("MiniMaxM2PreTrainedModel",),
+            "aria_text": ("AriaTextPreTrainedModel",),
+            "mellum": ("MellumPreTrainedModel",),
+            "exaone4": ("Exaone4PreTrainedModel",),
+            "exaone_moe": ("ExaoneMoePreTrainedModel",),
+            "flint": ("FlintPreTrainedModel",),
+            "glm": ("GlmPreTrainedModel",),
+            "glm4": ("Glm4PreTrainedModel", "Glm4vTextModel", "GlmOcrTextModel"),
+            "glm4_moe": ("Glm4MoePreTrainedModel", "Glm4vMoeTextModel"),
+            "gpt_oss": ("GptOssPreTrainedModel",),
+            "granite": ("GraniteDoclingTextModel", "GranitePreTrainedModel"),
+            "hyperclovax": ("HyperCLOVAXPreTrainedModel",),
+            "granite_moe": (
+                "GraniteMoePreTrainedModel", "GraniteMoeSWAPreTrainedModel",
+                "GraniteMoeSharedPreTrainedModel",
+            ),
+            "granite_swa": ("GraniteSWAPreTrainedModel",),
+            "helium": ("Ernie4_5PreTrainedModel", "HeliumPreTrainedModel"),
+            "ernie4_5_moe": ("Ernie4_5_MoePreTrainedModel",),
+            "hunyuan": ("HunYuanDenseV1PreTrainedModel", "HunYuanVLTextModel"),
+            "hunyuan_moe": ("HunYuanMoEV1PreTrainedModel",),
+            "hy_v3": ("HYV3PreTrainedModel",),
+            "kolibri1": ("Kolibri1PreTrainedModel",),
+            "laguna": ("LagunaPreTrainedModel",),
+            "afmoe": ("AfmoePreTrainedModel",),
+            "mixtral": ("MixtralPreTrainedModel",),
+            "olmo": ("OlmoPreTrainedModel",),
+            "olmo2": ("Olmo2PreTrainedModel", "Olmo3PreTrainedModel"),
+            "olmoe": ("OlmoePreTrainedModel",),
+            "flex_olmo": ("FlexOlmoPreTrainedModel",),
+            "qwen2_moe": ("Qwen2MoePreTrainedModel",),
+            "qwen3_moe": ("Qwen3MoePreTrainedModel",),
+            "qwen3_vl_moe": ("Qwen3VLMoeTextModel",),
         },
-        "whisper": {
-            "whisper": ("WhisperPreTrainedModel",),
-            "speech_to_text": ("Speech2TextPreTrainedModel",),
-        },
-        "xglm": {
-            "xglm": ("XGLMPreTrainedModel",),
-            "biogpt": ("BioGptPreTrainedModel",),
+        "native": {
+            "native": ("NativeModel",),
         },
     }
 )  # fmt: skip

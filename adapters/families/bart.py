@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from transformers import PreTrainedConfig
 
-from adapters.architecture import Architecture
+from adapters.architecture import Architecture, Block, Embedding, Readout, Stack, Step
+from adapters.attention import Attention, Projection
 from adapters.families.shapes.bart import bart_like
+from adapters.feed_forward import MLP
+from adapters.imports import outputs_of_t5_encoder
+from adapters.norms import RMS_NORM, Norm
 from adapters.registry import only
 
 
@@ -33,3 +39,74 @@ def m2m_100(config: PreTrainedConfig) -> Architecture:
 
 def pegasus(config: PreTrainedConfig) -> Architecture:
     return bart_like(config, on_stream=False, final=True, embed_norm=False, scales=True)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# T5 (and v1.1), encoder and decoder.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _attention(layer: int, module: str, cross: bool = False) -> Attention:
+    q, k, v = (Projection(letter) for letter in "qkv")
+    bias = None if cross else "relative_attention_bias"
+    return Attention(f"layer.{layer}.{module}", q, k, v, o="o", position_bias=bias, cross=cross)
+
+
+def _stack(name: str, *parts: Attention | MLP, outputs: int = 3) -> Stack:
+    norms = [Norm(f"layer.{i}.layer_norm", RMS_NORM) for i in range(len(parts))]
+    steps = (Step(part, pre=norms[i], out=f"layer.{i}.dropout") for i, part in enumerate(parts))
+    block = Block(tuple(steps))
+    final_norm = Norm(f"{name}.final_layer_norm", RMS_NORM)
+    embedding = Embedding(f"{name}.embed_tokens")
+    return Stack(f"{name}.block", block, {}, final_norm, embedding, name, (0, outputs))
+
+
+def t5(config: PreTrainedConfig) -> Architecture:
+    return _declared(config, config.d_model**-0.5 if config.scale_decoder_outputs else 1.0)
+
+
+def mt5(config: PreTrainedConfig) -> Architecture:
+    return _declared(config, 1.0)
+
+
+def _declared(config: PreTrainedConfig, factor_in: float) -> Architecture:
+    up, gate = (Projection("wi_1"), Projection("wi_0")) if config.is_gated_act else (Projection("wi"), None)
+    mlps = [MLP(f"layer.{i}.DenseReluDense", up=up, gate=gate, down="wo") for i in range(3)]
+    attn, cross = _attention(0, "SelfAttention"), _attention(1, "EncDecAttention", cross=True)
+    return Architecture(
+        stacks=(
+            _stack("encoder", attn, mlps[1], outputs=outputs_of_t5_encoder()),
+            _stack("decoder", attn, cross, mlps[2]),
+        ),
+        readout=Readout("lm_head", factor_in=factor_in),
+        no_layer_runs="all layers use its first layer's position bias, and its decoder needs the encoder's output",
+        config_values={
+            "attention_dir": "bidirectional",
+            "positional_embedding_type": "relative_positional_bias",
+            "d_mlp": config.d_ff,
+            "act_fn": config.dense_act_fn,
+            "use_attn_scale": False,
+            "attn_scale": 1.0,
+            "relative_attention_num_buckets": config.relative_attention_num_buckets,
+            "relative_attention_max_distance": config.relative_attention_max_distance,
+            "decoder_start_token_id": getattr(config, "decoder_start_token_id", None),
+        },
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Whisper, and Speech2Text: an encoder of sound, and a decoder that writes what it hears.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def whisper(config: PreTrainedConfig) -> Architecture:
+    hears = config.is_encoder_decoder  # or its decoder alone, as a language model
+    found = bart_like(config, on_stream=False, final=True, embed_norm=False, hears=hears)
+    # Its tokenizer puts what begins a transcript before a text.
+    values = {**found.config_values, "n_ctx": config.max_target_positions, "default_prepend_bos": False}
+    return replace(found, readout=replace(found.readout, path="proj_out"), config_values=values)
+
+
+def speech_to_text(config: PreTrainedConfig) -> Architecture:
+    found = bart_like(config, on_stream=False, final=True, embed_norm=False, scales=True, hears=True)
+    return replace(found, config_values={**found.config_values, "n_ctx": config.max_target_positions})

@@ -5,10 +5,15 @@ from __future__ import annotations
 from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture
-from adapters.attention import Attention
+from adapters.attention import Attention, Projection
 from adapters.config import rotary_values
-from adapters.families.shapes.gpt2 import WIDE_AND_BACK, fused, gpt2_like
-from adapters.imports.versions import unembedding_of_gpt_neox
+from adapters.families.shapes.gpt2 import WIDE_AND_BACK, K, Q, V, fused, gpt2_like
+from adapters.families.shapes.llama import normed
+from adapters.feed_forward import MLP
+from adapters.imports import unembedding_of_gpt_neox
+from adapters.norms import LAYER_NORM
+from adapters.registry import only
+from adapters.views import MaskedScores, gathered
 
 
 def gpt_neox(config: PreTrainedConfig) -> Architecture:
@@ -23,5 +28,107 @@ def gpt_neox(config: PreTrainedConfig) -> Architecture:
         final_norm="final_layer_norm",
         embed="embed_in",
         unembed=unembedding_of_gpt_neox(),
+        config_values=rotary_values(config),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# GPT-J.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def gptj_like(attn: Attention, rotary_dim: int) -> Architecture:
+    """GPT-J with another attention.
+
+    Args:
+        attn: the attention.
+        rotary_dim: how many of each head's columns are rotated.
+    """
+    return gpt2_like(
+        attn,
+        MLP("mlp", up=Projection("fc_in"), down="fc_out"),
+        pre=("ln_1", "ln_1"),
+        parallel=True,
+        output=(0, 2),
+        config_values={
+            "positional_embedding_type": "rotary",
+            "rotary_dim": rotary_dim,
+            "rotary_base": 10000.0,  # a constant in its source
+            "rotary_adjacent_pairs": True,
+        },
+    )
+
+
+def gptj(config: PreTrainedConfig) -> Architecture:
+    # Its flash attention does not go through the method in which the others compute the softmax.
+    scores = MaskedScores() if config._attn_implementation == "eager" else None
+    return gptj_like(Attention("attn", Q, K, V, o="out_proj", rotary="last", scores=scores), config.rotary_dim)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# CodeGen: GPT-J with queries, values and keys in one projection.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+_GROUPS = 4  # of heads, each with its own queries, values and keys: a constant in its source
+
+
+def codegen(config: PreTrainedConfig) -> Architecture:
+    heads, d_head = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+    each = heads // _GROUPS
+
+    def part(place: int) -> Projection:
+        starts = [((head // each * 3 + place) * each + head % each) * d_head for head in range(heads)]
+        return Projection("qkv_proj", gathered(tuple(tuple(range(start, start + d_head)) for start in starts)))
+
+    attn = Attention("attn", q=part(0), k=part(2), v=part(1), o="out_proj", rotary="last")
+    return gptj_like(attn, config.rotary_dim or d_head)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Falcon: queries, keys and values in one projection; attention and MLP side by side or one after the other.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def falcon(config: PreTrainedConfig) -> Architecture:
+    only(config, new_decoder_architecture=False, alibi=False)  # keys and values repeated; scores that ALiBi is in
+    q, k, v = fused("query_key_value", config, config.multi_query)
+    shows = "flash" not in (config._attn_implementation or "")  # it has a class of its own for that
+    parallel = config.parallel_attn
+    return gpt2_like(
+        Attention("self_attention", q, k, v, o="dense", rotary="last", scores=MaskedScores() if shows else None),
+        WIDE_AND_BACK,
+        pre=("input_layernorm", "input_layernorm" if parallel else "post_attention_layernorm"),
+        parallel=parallel,
+        output=(0, 2),
+        embed="word_embeddings",
+        # Side by side, what attention adds is written into what the MLP returned.
+        changed_in_place=(("*.mlp", "output"),) if parallel else (),
+        config_values={
+            **rotary_values(config),
+            "n_key_value_heads": 1 if config.multi_query else None,
+            "d_mlp": config.ffn_hidden_size,
+            "act_fn": config.activation,
+        },
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Phi (1, 1.5 and 2).
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def phi(config: PreTrainedConfig) -> Architecture:
+    attn = Attention("self_attn", Q, K, V, o="dense", rotary="last", norms_over="heads first")
+    if config.qk_layernorm:
+        attn = normed(attn, "q_layernorm", "k_layernorm", LAYER_NORM)
+    return gpt2_like(
+        attn,
+        MLP("mlp", up=Projection("fc1"), down="fc2"),
+        pre=("input_layernorm", "input_layernorm"),
+        parallel=True,
+        path="layers",
+        final_norm="final_layernorm",
+        embed="embed_tokens",
         config_values=rotary_values(config),
     )

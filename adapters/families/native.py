@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from adapters.architecture import Architecture, Block, Embedding, Readout, Stack, Step
+from adapters.architecture import Architecture, Block, Embedding, Readout, Stack, Step, tables
 from adapters.attention import Attention, Projection
 from adapters.families.shapes.llama import normed
 from adapters.feed_forward import MLP, MoE
 from adapters.norms import LAYER_NORM, NO_NORM, RMS_NORM, Norm
-from adapters.stream_ends import tables
 
 _SAME_FIELDS = (
     "model_name", "normalization_type", "final_rms", "positional_embedding_type", "rotary_dim", "rotary_base",

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from adapters.observe.errors import NotFound, one_line
+from adapters.observe.observe import NotFound, one_line
 
 #: Of one tensor: for each head, which of its columns reach that head. None: none of them does, for no head.
 Reached = Bool[Tensor, "head column"] | None

@@ -2,10 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from adapters.imports.lazily import lazily
+from adapters.imports import lazily
 
 if TYPE_CHECKING:
-    from adapters.proofs import search as search
-    from adapters.proofs import verification as verification
+    from adapters.proofs import proofs as proofs
 
-__getattr__, __dir__ = lazily(__name__, "search", "verification")
+__getattr__, __dir__ = lazily(__name__, "proofs")

@@ -7,11 +7,10 @@ from torch import Tensor
 
 from adapters.attention import Attention
 from adapters.norms import Norm
-from adapters.observe.calls import ModuleCall
 from adapters.observe.gradients import by_position, gradients_of_scores, gradients_of_z
-from adapters.paths import module_path
-from adapters.proofs.evidence import Evidence, LayerStep
-from adapters.proofs.report import Findings
+from adapters.observe.observe import ModuleCall
+from adapters.points import module_path
+from adapters.proofs.evidence import Evidence, Findings, LayerStep
 from adapters.views import Biased, Call, Heads, View
 
 CLAIM = "queries, keys and values are the columns that reach each head's scores and z"

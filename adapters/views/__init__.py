@@ -4,35 +4,47 @@ A view has ``get(x, call)`` (site tensor to activation) and ``put(x, new, call)`
 site tensor). `call` describes the module call in progress; most views ignore it. ``put(x, get(x))`` equals ``x``.
 """
 
-from adapters.views.base import Args, Branch, Call, Deferred, Derived, Kwargs, View, WriteThrough, split
-from adapters.views.heads import (
+from adapters.views.attention import (
+    AlibiScores,
     Biased,
+    FilledScores,
     Heads,
     HeadsFirst,
     HeadsOfBatch,
+    MaskedScores,
     OneHead,
     Patches,
     Selected,
+    SinkPattern,
+    SinkScores,
     columns,
     gathered,
     interleaved,
 )
-from adapters.views.scores import AlibiScores, FilledScores, MaskedScores, SinkPattern, SinkScores
-from adapters.views.stream import (
+from adapters.views.views import (
     Adjusted,
     Affine,
+    Args,
+    Branch,
+    Call,
     Chain,
     Composed,
     Copied,
+    Deferred,
+    Derived,
     FlatRows,
+    Kwargs,
     PositionsFirst,
     Rows,
     Scaled,
     SeveralStreams,
+    View,
     WithBatchAxis,
+    WriteThrough,
     constant_of,
     linearly,
     parameters_of,
+    split,
     through,
     times,
     transformed,

@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from adapters.views.base import Call, View
+from adapters.views.views import Call, View
 
 
 class Basis(Protocol):

@@ -10,22 +10,25 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from adapters.architecture import NamedStep, feeds_forward
-from adapters.building.ends import more_embed_name
+from adapters.architecture import Embedding, NamedStep, feeds_forward
+from adapters.building import more_embed_name
 from adapters.config import is_language_part
 from adapters.linear import weight_in_out
-from adapters.mixers.part import Mixer
-from adapters.stream_ends import Embedding
+from adapters.mixers import Mixer
 from bridge.analysis.layer_outputs import (
+    PostNorm,
+    StreamNorm,
     bias_written,
+    gradients_of,
     neuron_labels,
+    norm_of,
+    post_norm,
     results_of_heads,
     results_of_layers,
     results_of_neurons,
 )
 from bridge.analysis.requirements import AnalysedRun, Index, layer_of, pick, plain, refuse_no_sum, require
-from bridge.analysis.residual_norms import PostNorm, StreamNorm, gradients_of, norm_of, post_norm
-from bridge.hooks.act_names import last_stream
+from bridge.hooks.names import last_stream
 
 Group = Literal["embed", "attn", "mixer", "mlp", "bias"]
 

@@ -15,9 +15,8 @@ import torch
 from jaxtyping import Float, Int, Num
 from torch import Tensor
 
-from bridge.analysis.runnable import RunnableModel
-from bridge.hooks.arguments import check_choice, refuse_wrong_types
-from bridge.hooks.shapes import heads_shown
+from bridge.analysis.requirements import RunnableModel
+from bridge.hooks.arguments import check_choice, heads_shown, refuse_wrong_types
 
 __all__ = [
     "HEAD_NAMES",

@@ -9,12 +9,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from adapters.norms import at_least_float32
-from bridge.analysis.attribution import logit_attributions
 from bridge.analysis.decomposition import terms_of
-from bridge.analysis.requirements import AnalysedRun, refuse_no_logit_sum
-from bridge.analysis.runnable import RunnableModel
-from bridge.hooks.act_names import last_stream
+from bridge.analysis.requirements import AnalysedRun, RunnableModel, refuse_no_logit_sum
+from bridge.analysis.residual import logit_attributions
 from bridge.hooks.arguments import refuse_wrong_types
+from bridge.hooks.names import last_stream
 
 __all__ = ["head_contributions", "logit_lens"]
 

@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from adapters import Weights
 from adapters.architecture import Architecture
 from adapters.config import ModelConfig
-from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import Names
 
 
@@ -285,3 +286,32 @@ def layer_of(model: AnalysedModel, layer: int | None, mlp_input: bool = False) -
     if mlp_input and layer == n:
         raise ValueError(f"mlp_input=True needs a layer from 0 to {n - 1}: after the last layer there is no MLP")
     return layer
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What analyses that run the model need of a bridge.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class RunnableModel(AnalysedModel, Protocol):
+    """A bridge that an analysis runs.
+
+    Attributes:
+        core: the Hugging Face model.
+    """
+
+    core: PreTrainedModel
+
+    def __call__(self, input: Tensor, *, start_at_layer: int | None = None) -> Any:
+        """Runs the model, from a layer on: its logits."""
+        ...
+
+    def run_with_cache(
+        self, input: Tensor, *, names_filter: Sequence[str], pos_slice: int | None = None
+    ) -> tuple[Any, Mapping[str, Tensor]]:
+        """Runs the model: its logits, and the activations of these names."""
+        ...
+
+    def to_tokens(self, input: str, *, truncate: bool = True) -> Tensor:
+        """A text as tokens, ``[1, pos]``."""
+        ...

@@ -6,16 +6,16 @@ and Black 2022, "The Singular Value Decompositions of Transformer Weight Matrice
 
 from __future__ import annotations
 
+from typing import Literal, Protocol
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from bridge.analysis.requirements import AnalysedModel
-from bridge.hooks.arguments import check_choice, refuse_wrong_types
-from bridge.weights.accessors import first_weight
-from bridge.weights.factored_matrix import FactoredMatrix
-
-__all__ = ["SVDInterpreter"]
+from bridge.analysis.layer_outputs import bias_written
+from bridge.analysis.requirements import AnalysedModel, layer_of, refuse_no_sum
+from bridge.hooks.arguments import check_choice, heads_shown, refuse_wrong_types
+from bridge.weights import FactoredMatrix, at_least_float32, first_weight
 
 VECTOR_TYPES = ("OV", "w_in", "w_out")
 
@@ -110,3 +110,147 @@ class SVDInterpreter:
         if type(index) is not int or not 0 <= index < n:
             what = name.capitalize().replace("_", " ")  # HookedTransformer's words, which programs compare
             raise SingularVectorError(f"{what} must be between 0 and {n - 1} but got {index}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# How much one head reads of what an earlier head writes, from the weights.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class HasCircuits(Protocol):
+    """What composition scores need of a bridge."""
+
+    @property
+    def OV(self) -> FactoredMatrix:
+        """Each head's ``W_V @ W_O``, ``[n_layers, n_heads, d_model, d_model]``."""
+        ...
+
+    @property
+    def QK(self) -> FactoredMatrix:
+        """Each head's ``W_Q @ W_K.T``, ``[n_layers, n_heads, d_model, d_model]``."""
+        ...
+
+
+@refuse_wrong_types
+def composition_scores(
+    left: FactoredMatrix, right: FactoredMatrix, broadcast_dims: bool = True
+) -> Float[Tensor, "..."]:
+    """The Frobenius norm of a product, over the product of the norms.
+
+    Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits"; the layout is HookedTransformer's.
+
+    Args:
+        left, right: ``[..., ldim, mdim, rdim]`` each, with `left.rdim` equal to `right.ldim`.
+        broadcast_dims: every left matrix with every right one; False: leading axes are broadcast.
+
+    Returns:
+        ``[*leading of left, *leading of right]``, or the broadcast leading axes.
+
+    Raises:
+        ValueError: the matrices do not fit.
+
+    Example:
+        >>> import torch
+        >>> from bridge import FactoredMatrix
+        >>> from bridge.analysis.svd import composition_scores
+        >>> one, other = (FactoredMatrix(torch.randn(n, 6, 2), torch.randn(n, 2, 6)) for n in (3, 5))
+        >>> composition_scores(one, other).shape
+        torch.Size([3, 5])
+    """
+    if left.rdim != right.ldim:
+        raise ValueError(f"left is {list(left.shape)} and right {list(right.shape)}: left.rdim must be right.ldim")
+    # The outer sides are orthonormal, but for a small triangular factor: without them all norms are the same.
+    inner_left = torch.linalg.qr(at_least_float32(left.A)).R @ at_least_float32(left.B)
+    inner_right = at_least_float32(right.A) @ torch.linalg.qr(at_least_float32(right.B).mT).R.mT
+    left_norms, right_norms = (x.flatten(-2).norm(dim=-1) for x in (inner_left, inner_right))
+    if not broadcast_dims:
+        return (inner_left @ inner_right).flatten(-2).norm(dim=-1) / left_norms / right_norms
+    m = inner_right.shape[-1]
+    columns = inner_right.reshape(-1, right.ldim, m).movedim(0, 1).flatten(1)  # d (right m)
+    rows = inner_left.reshape(-1, inner_left.shape[-2], left.rdim)
+    # One left matrix at a time: all at once take as much memory as the square of the number of heads.
+    norms = [(matrix @ columns).unflatten(-1, (-1, m)).pow(2).sum((0, 2)).sqrt() for matrix in rows]
+    products = torch.stack(norms).reshape((*left_norms.shape, *right_norms.shape))
+    return products / left_norms.reshape((*left_norms.shape, *(1,) * right_norms.ndim)) / right_norms
+
+
+def all_scores(model: HasCircuits, mode: str) -> Float[Tensor, "n_layers n_heads n_layers n_heads"]:
+    """The composition scores of all pairs of heads; see `TransformerBridge.all_composition_scores`.
+
+    Args:
+        model: the bridge.
+        mode: ``Q``, ``K`` or ``V``.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.analysis.svd import all_scores
+        >>> all_scores(TransformerBridge.boot_embedded(), "K").shape
+        torch.Size([4, 4, 4, 4])
+    """
+    check_choice("mode", mode, ("Q", "K", "V"))
+    left = model.OV
+    right = left if mode == "V" else model.QK if mode == "Q" else model.QK.T
+    scores = composition_scores(left, right)
+    layers = torch.arange(len(scores), device=scores.device)
+    earlier = layers[:, None, None, None] < layers[None, None, :, None]
+    return torch.where(earlier, scores, 0.0)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a model's weights say over all layers: the biases that it adds up, the names of its heads.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Labels(list[str]):
+    """A list of names; calling it gives itself. HookedTransformer has a method, TransformerLens 3 a property."""
+
+    def __call__(self) -> Labels:
+        return self
+
+
+def accumulated_bias(
+    model: AnalysedModel, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True
+) -> Float[Tensor, " d_model"]:
+    """The sum of the output biases of all layers before one; see `TransformerBridge.accumulated_bias`.
+
+    Args:
+        model: the bridge.
+        layer, mlp_input, include_mlp_biases: as there.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.analysis.svd import accumulated_bias
+        >>> accumulated_bias(TransformerBridge.boot_embedded(), 2).shape
+        torch.Size([128])
+    """
+    layer = layer_of(model, layer, mlp_input)
+    refuse_no_sum(model, of_normed=True)
+    total = torch.zeros(model.cfg.d_model, device=model.cfg.device, dtype=model.cfg.dtype)
+    for index in range(layer + mlp_input):
+        parts: tuple[Literal["attn", "mlp"], ...] = ("attn", "mlp") if index < layer else ("attn",)
+        for part in parts if include_mlp_biases else parts[:1]:
+            bias = bias_written(model, index, part)
+            total = total if bias is None else total + bias.to(total.device)
+    return total
+
+
+def head_labels(model: AnalysedModel) -> Labels:
+    """The names of all heads; see `TransformerBridge.all_head_labels`.
+
+    Args:
+        model: the bridge.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.analysis.svd import head_labels
+        >>> head_labels(TransformerBridge.boot_embedded())[3:6]
+        ['L0H3', 'L1H0', 'L1H1']
+    """
+    names, hooks = {"blocks": "", "encoder": "E", "decoder": "D"}, model.hook_dict
+    layers = {
+        f"{letter}L{i}": hooks[name].point.axes
+        for stack, letter in names.items()
+        for i in range(len(hooks))
+        if (name := f"{stack}.{i}.attn.hook_z") in hooks
+    }
+    return Labels(f"{layer}H{head}" for layer, axes in layers.items() for head in range(heads_shown(model.cfg, axes)))

@@ -4,14 +4,10 @@ Scores of edges come from `edge_effects` (exact) or `edge_attribution` (from gra
 by them; `Circuit.evaluate` and `faithfulness_curve` say how faithful these are.
 """
 
-from bridge.circuits.attribution import edge_attribution, mean_scores
-from bridge.circuits.circuit import Circuit
-from bridge.circuits.curves import SHARES, faithfulness_curve
-from bridge.circuits.evaluation import Curve, Evaluation
-from bridge.circuits.exact import edge_effects, path_patching
-from bridge.circuits.graph import Graph, LayerShape
-from bridge.circuits.metrics import Metric, kl_divergence, logit_difference
-from bridge.circuits.scores import EdgeScores
+from bridge.circuits.attribution import edge_attribution, edge_effects, mean_scores, path_patching
+from bridge.circuits.circuits import SHARES, Circuit, EdgeScores, faithfulness_curve
+from bridge.circuits.edge_runs import Curve, Evaluation
+from bridge.circuits.graph import Graph, LayerShape, Metric, kl_divergence, logit_difference
 
 __all__ = [
     "SHARES",

@@ -11,10 +11,17 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from bridge.cli.export import add_export, run_export
-from bridge.cli.generate import add_generate, run_generate
-from bridge.cli.harvest import add_harvest, run_harvest
-from bridge.cli.parsers import add_command, add_model, add_tp
+from bridge.cli.commands import (
+    add_command,
+    add_export,
+    add_generate,
+    add_harvest,
+    add_model,
+    add_tp,
+    run_export,
+    run_generate,
+    run_harvest,
+)
 from bridge.version import __version__
 
 _STATUS = """exit status:
@@ -29,7 +36,7 @@ def hooks(given: argparse.Namespace) -> int:
     """Prints a model's hook points with their shapes and aliases, without loading its weights."""
     from bridge.cli.demo import table
     from bridge.cli.model import named_model
-    from bridge.hooks.shapes import shape_text
+    from bridge.hooks.arguments import shape_text
 
     load_weights = None if given.model == "embedded" or given.tp else False
     bridge = named_model(given.model, given.tp, gguf_file=given.gguf_file, load_weights=load_weights)
@@ -59,7 +66,7 @@ def verify(given: argparse.Namespace) -> int:
 def declare(given: argparse.Namespace) -> int:
     """Prints what is inferred for a model as the source of an adapter, with its verification."""
     from adapters import verify as check
-    from adapters.automatic.source import source_of
+    from adapters.automatic.automatic import source_of
     from bridge.bridge import TransformerBridge
     from bridge.cli.model import named_model
 
@@ -98,7 +105,7 @@ def write_page(model: str | None, prompt: str | None, path: str, gguf_file: str 
     if not Path(path).absolute().parent.is_dir():
         raise CommandError(f"--report {path}: there is no folder {Path(path).absolute().parent}")
     try:
-        from bridge.cli.story import story
+        from bridge.cli.demo import story
     except ImportError as error:  # the extra is not installed: the error says which command installs it
         raise CommandError(str(error)) from error
     page = story(model, prompt, gguf_file, tp)

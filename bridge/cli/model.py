@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.distributed import DistributedConfig
 
-from adapters.layout import SpreadModelError
+from adapters.spread import SpreadModelError
 from bridge.bridge import TransformerBridge
 from bridge.embedded import MODEL_DIR
 

@@ -11,10 +11,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bridge.embedded import words
-from bridge.embedded.facts import FACTS, clozes
-from bridge.embedded.grammar import context, random_list
-from bridge.embedded.holdout import pair_held_out
+from bridge.embedded import language as words
+from bridge.embedded.language import FACTS, clozes, context, pair_held_out, random_list
 
 KINDS: tuple[str, ...] = ("ioi", "fact", "repeats")
 """The kinds of prompts there are."""

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from adapters.imports.lazily import lazily
+from adapters.imports import lazily
 
 if TYPE_CHECKING:
     from bridge.export import export as export

@@ -3,20 +3,183 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
-from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from adapters.imports.versions import ExportedModel, HfExporter, decompose_for_generation
-from bridge.export.example import Example, example_of
-from bridge.export.formats import Format, check_can_take, format_of
-from bridge.export.traced import Exportable, NamedArguments, restoring_model
+from adapters.imports import ExportedModel, HfExporter, decompose_for_generation
+from adapters.views import Args, Kwargs
+from adapters.views.attention import KernelArguments
+from bridge.export.formats import Example, ForExecutorch, Format, check_can_take, example_of, format_of
+from bridge.taps.tap import PatchedFunction, calling_instead
 from bridge.version import __version__
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Attention while a program is traced for another runtime.
+#
+# transformers' exporters put a function of their own in the place of `scaled_dot_product_attention`, which turns
+# masks of truth values into numbers to be added. A query that may attend to nothing (padding in front) then attends
+# to everything alike, while torch's kernel gives it zero, and a pattern would be another one. What comes before their
+# function shows the call to the taps of the program as the model made it, and puts the zeros back. It does so in the
+# context that traces, and in no other: a thread that calls attention meanwhile calls what was there.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+_NAME = "scaled_dot_product_attention"
+
+
+class SeesAttention(Protocol):
+    """What is shown a call of `scaled_dot_product_attention` in its place."""
+
+    def scaled_dot_product(self, kernel: Callable[..., Tensor], given: KernelArguments) -> Tensor:
+        """What the call returns, by this kernel."""
+
+
+#: What sees the attention that a tapped module is computing now, if any does.
+UnderWay = Callable[[], SeesAttention | None]
+
+
+@contextmanager
+def attention_as_called(under_way: UnderWay) -> Iterator[None]:
+    """While the body of a ``with`` statement runs, its calls of attention are seen as the model makes them.
+
+    Args:
+        under_way: finds what sees them.
+    """
+
+    def instead(own: Callable[..., Any], name: str, args: Args, kwargs: Kwargs) -> object:
+        if name != _NAME:
+            return own(*args, **kwargs)
+        given, watch = KernelArguments(*args, **kwargs), under_way()
+        kernel = _with_zeros(own)
+        return given.of(kernel) if watch is None else watch.scaled_dot_product(kernel, given)
+
+    patched = PatchedFunction.install(vars(functional), _NAME)
+    try:
+        with calling_instead(instead):
+            yield
+    finally:
+        patched.uninstall()
+
+
+def _with_zeros(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Their function, whose result is zero where a query attends to nothing."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
+        made = theirs(query, key, value, mask, *args, **kwargs)
+        if isinstance(mask, Tensor) and mask.dtype == torch.bool:
+            attends = mask.to(made.dtype).sum(-1, keepdim=True) > 0
+            made = torch.where(attends, made, torch.zeros((), dtype=made.dtype, device=made.device))
+        return made
+
+    return attend
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The module that is given to transformers' exporters.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Exportable(Protocol):
+    """A program, as export needs it.
+
+    Attributes:
+        model: the module objects.
+        inputs: an example of each declared input.
+        captured, changed: names of hook points.
+    """
+
+    model: nn.Module
+    inputs: dict[str, Tensor]
+    captured: tuple[str, ...]
+
+    @property
+    def axes(self) -> dict[str, str]:
+        """The axes of what it captures, by name."""
+
+    @property
+    def one_by_one(self) -> bool:
+        """Numbers of rows depend on the values."""
+
+    def attention_under_way(self) -> SeesAttention | None:
+        """What sees the attention that a tapped module is computing now."""
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """The hook points with interventions."""
+
+    @property
+    def core(self) -> PreTrainedModel:
+        """The Hugging Face model among the module objects."""
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """Its configuration."""
+
+    def generating(self, inputs: Mapping[str, object]) -> PreTrainedModel:
+        """What runs it in `generate`."""
+
+    def run_lowered(self, input_ids: Tensor | None, inputs: Mapping[str, Tensor], given: Example) -> Example:
+        """The run itself."""
+
+
+class NamedArguments(nn.Module):
+    """A program whose every argument has a name, and nothing else of the program.
+
+    Args:
+        program: the program.
+        format: the name of the format that it is traced for.
+    """
+
+    def __init__(self, program: Exportable, format: str) -> None:
+        super().__init__()
+        self.model = program.model
+        self.config = program.config
+        self.training = program.model.training
+        self._run, self._declared, self._format = program.run_lowered, tuple(program.inputs), format
+        self._attention = program.attention_under_way
+
+    def forward(self, **given: Any) -> Example:
+        """Runs the program."""
+        inputs = {name: given.pop(name) for name in self._declared}
+        tokens = given.pop("input_ids", None)
+        if self._format == "dynamo":  # attention stays torch's own
+            return self._run(tokens, inputs, given)
+        others = ForExecutorch() if self._format == "executorch" else nullcontext()
+        with attention_as_called(self._attention), others:
+            return self._run(tokens, inputs, given)
+
+
+@contextmanager
+def restoring_model(core: PreTrainedModel, experts: str | None) -> Iterator[None]:
+    """Puts back what exporters change in a model: its mode, what wants gradients, how experts are computed.
+
+    Args:
+        core: the Hugging Face model among a program's module objects.
+        experts: how experts are to be computed meanwhile; None: as they are.
+    """
+    wanted = [(parameter, parameter.requires_grad) for parameter in core.parameters()]
+    before: Any = core.get_experts_implementation()
+    settable = experts is not None and core._can_set_experts_implementation()
+    try:
+        if settable and experts is not None:
+            core.set_experts_implementation(experts)
+        with torch.no_grad():
+            yield
+    finally:
+        if settable:
+            core.set_experts_implementation(before)
+        for parameter, wants in wanted:
+            parameter.requires_grad_(wants)
+
 
 #: Where in an export's metadata ours is.
 KEY = "transformer_bridge"

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from bridge import embedded, loading
-from bridge.facade.processing import ProcessingMethods
+from bridge.facade.weights import ProcessingMethods
 from bridge.native import NativeConfig
 
 
@@ -30,9 +30,9 @@ class LoadingMethods(ProcessingMethods):
         load_weights: bool = True,
         trust_remote_code: bool = False,
         model_class: type[Any] | None = None,
-        device_map: loading.request.DeviceMap = None,
+        device_map: loading.loading.DeviceMap = None,
         n_devices: int | None = None,
-        max_memory: loading.request.MaxMemory = None,
+        max_memory: loading.loading.MaxMemory = None,
         n_ctx: int | None = None,
         revision: str | None = None,
         checkpoint_index: int | None = None,
@@ -92,25 +92,25 @@ class LoadingMethods(ProcessingMethods):
             >>> TransformerBridge.boot_transformers(str(MODEL_DIR)).cfg.n_layers
             4
         """
-        source = loading.request.Source(
+        source = loading.loading.Source(
             name=model_name, revision=revision, checkpoint_index=checkpoint_index, checkpoint_value=checkpoint_value,
             gguf_file=gguf_file, cache_dir=cache_dir, force_download=force_download,
             local_files_only=local_files_only, token=token, trust_remote_code=trust_remote_code,
         )  # fmt: skip
-        placement = loading.request.Placement(
+        placement = loading.loading.Placement(
             device=device, device_map=device_map, n_devices=n_devices, max_memory=max_memory
         )
-        variant = loading.request.Variant(
+        variant = loading.loading.Variant(
             model_class=model_class, hf_config_overrides=hf_config_overrides, n_ctx=n_ctx, dtype=dtype,
             attn_implementation=attn_implementation, quantization_config=quantization_config,
             load_weights=load_weights, patches=patches, weight_conversions=weight_conversions,
             from_pretrained=from_pretrained,
         )  # fmt: skip
         if hf_model is None:
-            model, files = loading.boot.load(source, placement, variant, progress)
+            model, files = loading.loading.load(source, placement, variant, progress)
         else:
-            model, files = hf_model, loading.boot.loaded_already(hf_model, source, placement, variant)
-        bridge = cls(model, loading.boot.tokenizer_of(files, progress) if tokenizer is None else tokenizer)
+            model, files = hf_model, loading.loading.loaded_already(hf_model, source, placement, variant)
+        bridge = cls(model, loading.loading.tokenizer_of(files, progress) if tokenizer is None else tokenizer)
         if hf_model is None:
             bridge.restore_processing()
         asked = {"n_ctx": n_ctx, "n_devices": n_devices}
@@ -146,7 +146,7 @@ class LoadingMethods(ProcessingMethods):
             >>> bridge([[1, 2, 3]]).shape
             torch.Size([1, 3, 10])
         """
-        return cls(*loading.boot.make_native(config, tokenizer, device=device, dtype=dtype, model_name=model_name))
+        return cls(*loading.loading.make_native(config, tokenizer, device=device, dtype=dtype, model_name=model_name))
 
     @classmethod
     def boot_embedded(cls, device: torch.device | str | None = None, dtype: torch.dtype | str | None = None) -> Self:

@@ -11,18 +11,17 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bridge.cache.activation_cache import ActivationCache
-from bridge.facade.hooks import HookMethods
-from bridge.facade.tokens import TokenMethods
-from bridge.hooks.hook_point import HookPoint
+from adapters.views.basis import Basis, Error, InBasis
+from bridge import lens as lenses
+from bridge.bases.bases import BasisRequest, modules_of, one_of, takes_over, written_later
+from bridge.cache import ActivationCache
+from bridge.facade.hooks import HookMethods, TokenMethods
+from bridge.hooks.context import Listener, Scope
+from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import NamesFilter, named_one_by_one
-from bridge.run.forward import run_model
-from bridge.run.hooked import check_specs, clear_all_contexts, hooked, points_of_run, runs_some_layers
-from bridge.run.loss import lm_loss
-from bridge.run.positions import PosSlice
-from bridge.run.protocol import HookSpec, Input
-from bridge.run.recorder import Recorder, watching
-from bridge.run.request import Request
+from bridge.run.inputs import HookSpec, Input, Request
+from bridge.run.recorder import PosSlice, Recorder, watching
+from bridge.run.run import check_specs, clear_all_contexts, hooked, lm_loss, points_of_run, run_model, runs_some_layers
 
 
 class RunMethods(HookMethods, TokenMethods):
@@ -277,3 +276,351 @@ class RunMethods(HookMethods, TokenMethods):
             ValueError: a filter that matches nothing; a hook point outside of the layers that run.
         """
         return points_of_run(self, names, forward_kwargs)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Reading the residual stream as next tokens.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class LensMethods(RunMethods):
+    """The method of a bridge that reads its residual stream."""
+
+    def lens(
+        self,
+        input: Input,
+        kind: str | lenses.TunedLens = "normed",
+        pos_slice: PosSlice = None,
+        layers: Sequence[int] | None = None,
+        prepend_bos: bool | None = None,
+        attention_mask: Int[Tensor, "batch pos"] | None = None,
+    ) -> lenses.Reading:
+        """What each layer would say next: the residual stream before it, and at the end, read as tokens.
+
+        Logits are computed when the reading is asked, a layer at a time.
+
+        Args:
+            input: a text, several texts, token ids, or tokens ``[pos]`` or ``[batch, pos]``.
+            kind: ``"normed"``, through the final norm and the unembedding; ``"raw"``, through the unembedding alone; or
+                a `bridge.lens.TunedLens`.
+            pos_slice, layers, prepend_bos, attention_mask: as for `bridge.lens.lens`.
+
+        Raises:
+            ValueError: an unknown kind or layer; a lens for another model.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> top = bridge.lens("The capital of France is", pos_slice=-1).top(5)  # layer batch pos k
+            >>> [bridge.to_single_str_token(int(token)) for token in top.tokens[-1, 0, 0, :1]]
+            [' Paris']
+        """
+        return lenses.lens(self, input, kind, pos_slice, layers, prepend_bos, attention_mask)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Hook points in a basis of the user's.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class BasisMethods(RunMethods):
+    """The methods of a bridge that place hook points in a basis, and that hold parts of a run."""
+
+    @property
+    def bases(self) -> list[HookPoint]:
+        """The hook points that were placed by `add_basis`, in the order of the computation.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> TransformerBridge.boot_embedded().bases
+            []
+        """
+        return [hook for hook in self.hook_dict.values() if isinstance(hook.view, InBasis)]
+
+    def __repr__(self) -> str:
+        placed = ", ".join(hook.name for hook in self.bases)
+        return super().__repr__() + (f"\n  bases           {placed}" if placed else "")
+
+    def add_basis(
+        self,
+        point: str | HookPoint,
+        name: str,
+        basis: Basis | None = None,
+        *,
+        encode: Callable[[Tensor], Tensor] | None = None,
+        decode: Callable[[Tensor], Tensor] | None = None,
+        reads: str | HookPoint | None = None,
+        skip: Callable[[Tensor], Tensor] | None = None,
+        error: Error = "keep",
+        later: Sequence[str | HookPoint] = (),
+    ) -> HookPoint:
+        """Places a hook point that shows an activation in a basis: an SAE's features, directions, a rotation.
+
+        Its activation is ``encode(a)``. What is written back is ``a + decode(new) - decode(old)``, so that what the
+        basis does not explain stays, and the same features leave the same bits. The point is one like any other: its
+        name is found by filters, hooks, caches, traces, programs, harvests and patching, and it costs nothing until
+        someone listens. An unfiltered cache leaves it out. A copy of the bridge has none.
+
+        Args:
+            point: the hook point whose activation it shows. A basis's own point may be one.
+            name: its name is that of `point`, a dot, and this.
+            basis: anything with `encode` and `decode`, such as SAELens' objects. It is moved with the bridge (`to`).
+            encode, decode: in place of `basis`, two functions.
+            reads: the features are of this point's activation and not of `point`'s (a transcoder): an input or output
+                of a module that runs earlier.
+            skip: what a transcoder adds to what is decoded, as a function of what is read.
+            error: what becomes of what the basis does not explain. ``"keep"``: it stays. ``"drop"``: in every run
+                ``decode(features)`` goes on in place of the activation. A tensor: that and this (`basis_error` gives
+                the error of a run).
+            later: further points at which the features are written, in their order (a cross-layer transcoder): `basis`
+                is one layer of it, with `decode_later`, such as `bridge.bases.CrossLayer`; `reads` is given. What is
+                written there shows as points of its own, named after `name` and the layer (``blocks.3.hook_mlp_out.
+                NAME_of_1``), which go with this one.
+
+        Returns:
+            The hook point.
+
+        Raises:
+            UnknownHookError: a name that no hook point has.
+            ValueError: the name is taken or is no word; the activation has no axis of features; the basis's tensors are
+                on another device, or of another type; `reads` cannot be read from elsewhere, or does not come before;
+                `later` does not come behind.
+            TypeError: neither a basis nor both functions, or both ways; or a method is missing.
+
+        Example:
+            >>> import torch
+            >>> from bridge import TransformerBridge
+            >>> from bridge.bases import Directions
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> mary = bridge.tokens_to_residual_directions(" Mary")
+            >>> point = bridge.add_basis("blocks.2.hook_resid_post", "mary", Directions(mary))
+            >>> logits, cache = bridge.run_with_cache("Mary and John", names_filter=point)
+            >>> cache["blocks.2.hook_resid_post.mary"].shape
+            torch.Size([1, 4, 1])
+        """
+        given = one_of(basis, encode, decode)
+        places = self._hook(point), None if reads is None else self._hook(reads), tuple(map(self._hook, later))
+        hook = self._new_point(request := BasisRequest(name, given, *places, skip, error))
+        if not request.keeps:
+            self.wiring.add(hook, Listener("fwd", as_they_are, None, permanent=True))
+        return hook
+
+    @contextmanager
+    def basis(
+        self,
+        point: str | HookPoint,
+        name: str,
+        basis: Basis | None = None,
+        *,
+        encode: Callable[[Tensor], Tensor] | None = None,
+        decode: Callable[[Tensor], Tensor] | None = None,
+        reads: str | HookPoint | None = None,
+        skip: Callable[[Tensor], Tensor] | None = None,
+        error: Error = "keep",
+        later: Sequence[str | HookPoint] = (),
+    ) -> Iterator[HookPoint]:
+        """As `add_basis`, inside a ``with`` statement; an error that is not kept is so for its runs alone.
+
+        Args:
+            point, name, basis, encode, decode, reads, skip, error, later: as for `add_basis`.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> from bridge.bases import Rotation
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> with bridge.basis("blocks.1.hook_mlp_out", "turned", Rotation(128)) as point:
+            ...     point.name in bridge.hook_dict
+            True
+            >>> bridge.bases
+            []
+        """
+        given = one_of(basis, encode, decode)
+        places = self._hook(point), None if reads is None else self._hook(reads), tuple(map(self._hook, later))
+        hook = self._new_point(request := BasisRequest(name, given, *places, skip, error))
+        try:
+            if request.keeps:
+                yield hook
+            else:
+                scope = Scope()
+                with self.wiring.scoped([(hook, Listener("fwd", as_they_are, scope))], scope):
+                    yield hook
+        finally:
+            if self.hook_dict.get(hook.name) is hook:
+                self.remove_basis(hook)
+
+    def remove_basis(self, point: str | HookPoint) -> None:
+        """Takes a hook point that `add_basis` placed out again, with the hooks on it and the bases on it.
+
+        Args:
+            point: the hook point, or its name.
+
+        Raises:
+            UnknownHookError: a name that no hook point has.
+            ValueError: it is one of the model's own, or goes with another one (a later point of a cross-layer
+                transcoder).
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> from bridge.bases import Neurons
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> point = bridge.add_basis("blocks.0.mlp.hook_post", "some", Neurons(512, [3, 5]))
+            >>> bridge.remove_basis(point)
+        """
+        hook, _ = self._basis_at(point)
+        if takes_over(hook):
+            raise ValueError(f"{hook.name} takes over features of an earlier layer: remove_basis the one of that layer")
+        for follower in hook.point.linked:
+            self.wiring.remove_point(self.hook_dict[follower.name])
+        for other in self.bases:
+            if other is hook or other.name.startswith(f"{hook.name}."):
+                self.wiring.remove_point(other)
+        self._names_changed()
+
+    def basis_error(self, cache: Any, point: str | HookPoint) -> Tensor:
+        """What a basis did not explain in a run: the activation less what is decoded (and less a transcoder's skip).
+
+        Args:
+            cache: of a run; it holds the basis's own point, the point that it stands on, for one that reads elsewhere
+                with a skip path that point, and where earlier layers of a cross-layer transcoder are written, those.
+            point: the hook point in the basis, or its name.
+
+        Returns:
+            ``[batch, pos, d]``.
+
+        Raises:
+            KeyError: the cache does not hold one of them.
+            ValueError: the point is no basis.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> from bridge.bases import Rotation
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> point = bridge.add_basis("blocks.1.hook_mlp_out", "turned", Rotation(128))
+            >>> _, cache = bridge.run_with_cache("Mary and", names_filter=["blocks.1.hook_mlp_out", point.name])
+            >>> bool(bridge.basis_error(cache, point).abs().max() < 1e-4)
+            True
+        """
+        hook, view = self._basis_at(point)
+        read = None if view.reads is None or view.skip is None else cache[view.reads[0]]
+        base, _, name = hook.name.rpartition(".")
+        rest = view.unexplained(cache[base], cache[hook.name], read)
+        layers = [other for other in self.bases if other.name.endswith(f".{name}")]
+        for layer, there in written_later(base, layers, self.hook_dict):
+            rest = there.unexplained(rest, cache[layer.name])
+        return rest
+
+    @contextmanager
+    def linearised(
+        self,
+        input: Input,
+        freeze: Sequence[str] = ("pattern", "ln_scale"),
+        **forward_kwargs: Any,
+    ) -> Iterator[ActivationCache | dict[str, Tensor]]:
+        """Holds attention patterns and norm factors at their values in one run, for all runs in a ``with`` statement.
+
+        Between MLPs the model is then linear in its residual stream: what is added to it has an exact share in all that
+        comes behind. Gradients do not flow through what is held.
+
+        Args:
+            input: of the run whose values are held. Other runs have as many positions, and as many rows or this one's
+                single row.
+            freeze: what is held: ``"pattern"``, every attention pattern; ``"ln_scale"``, every norm's factor;
+                ``"mlp_out"``, what MLPs add; or names of hook points.
+            forward_kwargs: as for `forward`.
+
+        Returns:
+            The activations that are held, by name.
+
+        Raises:
+            UnknownHookError: a name that no hook point has.
+
+        Example:
+            >>> import torch
+            >>> from bridge import TransformerBridge
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> tokens = bridge.to_tokens("Mary and John")
+            >>> before = bridge(tokens)
+            >>> with bridge.linearised(tokens, freeze=("pattern", "ln_scale", "mlp_out")):
+            ...     again = bridge(tokens)
+            ...     twice = bridge.run_with_hooks(tokens, fwd_hooks=[("hook_embed", lambda act, hook: act * 2)])
+            ...     thrice = bridge.run_with_hooks(tokens, fwd_hooks=[("hook_embed", lambda act, hook: act * 3)])
+            >>> bool((again - before).abs().max() < 1e-3), bool((thrice - 2 * twice + again).abs().max() < 1e-2)
+            (True, True)
+        """
+        points: list[HookPoint] = []
+        for what in freeze:
+            ending = _HELD.get(what)
+            named = [hook for name, hook in self.hook_dict.items() if ending and name.endswith(ending)]
+            points += named if ending else self.select_hooks(what)
+        cache: ActivationCache | dict[str, Tensor] = {}
+        if points:
+            with torch.no_grad():
+                _, cache = self.run_with_cache(input, names_filter=[hook.name for hook in points], **forward_kwargs)
+        with self.hooks(fwd_hooks=[(hook, _held(cache[hook.name])) for hook in points]):
+            yield cache
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Moves the model, and the bases that were placed on it.
+
+        Raises:
+            ValueError: a basis is made of functions, whose tensors nobody can move.
+        """
+        for hook in self.bases:
+            assert isinstance(hook.view, InBasis)
+            if not modules_of(hook.view.basis):
+                raise ValueError(
+                    f"{hook.name} is made of functions, whose tensors nobody can move: remove_basis it first"
+                )
+        for hook in self.bases:
+            assert isinstance(hook.view, InBasis)
+            for module in modules_of(hook.view.basis):
+                module.to(*args, **kwargs)
+            if isinstance(hook.view.error, Tensor):
+                hook.view.error = hook.view.error.to(*args, **kwargs)
+        return super().to(*args, **kwargs)
+
+    def _new_point(self, request: BasisRequest) -> HookPoint:
+        declared = request.points(self.cfg, self.original_model)
+        for point in declared:
+            if point.name in self.hook_dict:
+                raise ValueError(f"{point.name} is there already: give the basis another name, or remove_basis it")
+        hooks = []
+        for base, point in zip((request.point, *request.later), declared, strict=True):
+            hooks.append(self.makes_points(point, base.order, self.wiring))
+            self.wiring.insert(hooks[-1], base)
+        self._names_changed()
+        return hooks[0]
+
+    def _hook(self, point: str | HookPoint) -> HookPoint:
+        return self.select_hooks(point)[0]
+
+    def _basis_at(self, point: str | HookPoint) -> tuple[HookPoint, InBasis]:
+        hook = self.select_hooks(point)[0]
+        view = hook.view
+        if isinstance(view, InBasis):
+            return hook, view
+        raise ValueError(f"{hook.name} is the model's own hook point, and no basis")
+
+    def _names_changed(self) -> None:
+        self.names.refresh()
+        self._tree.refresh()
+        self.__dict__.pop("_places", None)
+
+
+def as_they_are(features: Tensor, hook: HookPoint) -> Tensor:
+    """The features, so that what the basis makes of them goes on."""
+    return features
+
+
+#: What `linearised` can hold, and how the names of its hook points end.
+_HELD = {"pattern": ".hook_pattern", "ln_scale": ".hook_scale", "mlp_out": ".hook_mlp_out"}
+
+
+def _held(value: Tensor) -> Callable[..., Tensor]:
+    """A hook function that puts a value in an activation's place, in every row where it is of one row."""
+
+    def held(activation: Tensor, hook: HookPoint) -> Tensor:
+        one = value.shape[0] == 1 and value.shape[1:] == activation.shape[1:]
+        return value.expand_as(activation) if one else value
+
+    return held

@@ -12,7 +12,7 @@ from torch import Tensor
 from bridge.bridge import TransformerBridge
 from bridge.hooks.arguments import check_choice, refuse_wrong_types
 from bridge.hooks.context import without_hooks
-from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.hooks import HookPoint
 from bridge.interventions import ProjectOut
 from weight_processing.parts import ProcessedParts, precise
 from weight_processing.saving import untie

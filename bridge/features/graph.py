@@ -14,10 +14,10 @@ from torch import Tensor
 
 from adapters.views.basis import InBasis, dense
 from bridge.analysis.requirements import refuse_training
-from bridge.bases.placing import takes_over, written_later
+from bridge.bases.bases import takes_over, written_later
 from bridge.bridge import TransformerBridge
 from bridge.hooks.arguments import check_positive, refuse_wrong_types
-from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.hooks import HookPoint
 
 #: What begins the residual stream.
 _BEGINNINGS = ("hook_embed", "hook_pos_embed")

@@ -13,10 +13,10 @@ from torch.nn.utils.parametrize import cached
 
 from adapters.views.basis import dense
 from bridge.analysis.requirements import refuse_training
-from bridge.bases.kinds import Rotation
+from bridge.bases.bases import Rotation
 from bridge.bridge import TransformerBridge
 from bridge.hooks.arguments import refuse_wrong_types
-from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.hooks import HookPoint
 
 
 @refuse_wrong_types

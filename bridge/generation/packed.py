@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bridge.bases.trials import reconstructed
-from bridge.hooks.context import CURRENT, Generation, RunContext
-from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.listener import HookFunction, Listener
-from bridge.hooks.results import checked
-from bridge.hooks.rounding import close
-from bridge.interventions.operation import Operation
+from bridge.bases.bases import reconstructed
+from bridge.hooks.context import CURRENT, Generation, HookFunction, Listener, RunContext
+from bridge.hooks.hooks import HookPoint, checked
+from bridge.hooks.modules import close
+from bridge.interventions.operations import Operation
 
 #: A hook point's function, for one request (by its number) or, with None, for all.
 Edit = tuple[int | None, HookFunction]

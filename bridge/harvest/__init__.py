@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from bridge.harvest import needed as _needed  # noqa: F401 - first: it says what is not installed
-from bridge.harvest.errors import HarvestError, MixError, WriteError
-from bridge.harvest.progress import Progress, Report
-from bridge.harvest.reading.activations import Activations, ActivationsDataset
-from bridge.harvest.reading.check import Check, check
-from bridge.harvest.reading.shuffle import Share
-from bridge.harvest.reading.statistics import Statistics
-from bridge.harvest.reductions import Project, Reduction, TopK, TopPositions
-from bridge.harvest.run import harvest
-from bridge.harvest.sources import Files
+from bridge.harvest.fingerprint import HarvestError, MixError, WriteError
+from bridge.harvest.harvest import harvest
+from bridge.harvest.options import Project, Reduction, TopK, TopPositions
+from bridge.harvest.packing import Files
+from bridge.harvest.reading import Activations, ActivationsDataset, Check, Share, Statistics, check
+from bridge.harvest.rows import Progress, Report
 
 __all__ = [
     "Activations",

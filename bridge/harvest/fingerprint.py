@@ -16,14 +16,41 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from adapters.offloaded import whole
+from adapters.linear import whole
 from adapters.views.basis import InBasis
-from bridge.bases.placing import modules_of
+from bridge.bases.bases import modules_of
 from bridge.bridge import TransformerBridge
-from bridge.harvest.errors import HarvestError
-from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.written import adapters_at_work
+from bridge.hooks.hooks import HookPoint
+from bridge.hooks.modules import adapters_at_work
 from bridge.interventions import Operation
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a harvest refuses, and what stops one.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class HarvestError(ValueError):
+    """A harvest cannot be made, continued, or read as asked."""
+
+
+class MixError(HarvestError):
+    """A folder holds a harvest of another model, tokenizer, source or option.
+
+    Attributes:
+        differences: what differs: its name, what the folder has, what was given.
+    """
+
+    def __init__(self, folder: str, differences: list[tuple[str, object, object]]) -> None:
+        self.differences = differences
+        said = "; ".join(f"{name}: it has {old!r}, given was {new!r}" for name, old, new in differences)
+        super().__init__(
+            f"{folder} holds a harvest that this one cannot continue ({said}). "
+            "Give the same, or another folder for `out`."
+        )
+
+
+class WriteError(OSError):
+    """A shard could not be written: the disk is full, say. The whole shards stand."""
 
 
 class Hash(Protocol):

@@ -2,22 +2,343 @@
 
 from __future__ import annotations
 
+import inspect
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
+import torch.distributed as dist
+from jaxtyping import Int
 from torch import Tensor
+from tqdm import tqdm
 
 from bridge.bridge import TransformerBridge
-from bridge.harvest.capture import RowAxes, model_arguments, run, stop_layer
-from bridge.harvest.errors import HarvestError
-from bridge.harvest.options import HarvestOptions
+from bridge.harvest.fingerprint import HarvestError, of_model
+from bridge.harvest.options import ChosenRows, HarvestOptions, TopPositions, choose
 from bridge.harvest.packing import ShardInput
-from bridge.harvest.reductions import ChosenRows, TopPositions, choose
-from bridge.harvest.together import Together
+from bridge.hooks.context import HookFunction
+from bridge.hooks.hooks import HookPoint
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The activations of one batch, each taken as it comes, without what pads it.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+#: Called with a hook point's name and its activation while the model runs.
+Take = Callable[[str, Tensor], None]
+
+
+@dataclass(frozen=True)
+class RowAxes:
+    """Where a hook point's activation has its batch and its positions.
+
+    Attributes:
+        position: the axis of the positions that make rows.
+        keys: the axis of the keys, where there is one besides it.
+        fill: what stands for keys that an input does not reach.
+    """
+
+    position: int
+    keys: int | None
+    fill: float
+
+    @classmethod
+    def of(cls, point: HookPoint) -> RowAxes:
+        """The places of a hook point.
+
+        Raises:
+            HarvestError: its activation has no row for each token.
+        """
+        axes = point.point.axes.split()
+        if axes[0] != "batch" or "decoder_pos" in axes or not {"pos", "key_pos"} & set(axes):
+            raise HarvestError(
+                f"{point.name} has the axes [{point.point.axes}]: it has no row for each token of the source, "
+                "so it cannot be harvested"
+            )
+        if "pos" not in axes:
+            return cls(axes.index("key_pos"), None, 0.0)
+        keys = axes.index("key_pos") if "key_pos" in axes else None
+        return cls(axes.index("pos"), keys, float("-inf") if point.name.endswith("scores") else 0.0)
+
+    def rows(self, activation: Tensor, taken: Int[Tensor, "row"], context_size: int) -> Tensor:
+        """A row for each token that is taken.
+
+        Args:
+            activation: ``[batch, ...]`` with the axes of the hook point.
+            taken: ``[row]``, the tokens among ``batch * pos``.
+            context_size: how many keys a row has.
+        """
+        if self.keys is not None and activation.shape[self.keys] < context_size:
+            assert self.keys == activation.ndim - 1
+            missing = context_size - activation.shape[-1]
+            activation = torch.nn.functional.pad(activation, (0, missing), value=self.fill)
+        rows = activation.movedim(self.position, 1).flatten(0, 1)
+        return rows if len(taken) == len(rows) else rows[taken.to(rows.device)]
+
+
+def stop_layer(bridge: TransformerBridge, points: Sequence[HookPoint]) -> int | None:
+    """The first layer that no hook point needs; None where the model has to run to its end."""
+    deepest = max(point.point.depth for point in points)
+    if bridge.no_layer_runs or deepest >= bridge.cfg.n_layers:
+        return None
+    return int(deepest) + 1
+
+
+def model_arguments(bridge: TransformerBridge, points: Sequence[HookPoint]) -> dict[str, Any]:
+    """What spares a model work that no hook point needs: keys and values kept, logits of every position."""
+    known = inspect.signature(type(bridge.core).forward).parameters
+    wanted: dict[str, Any] = {"use_cache": False} if "use_cache" in known else {}
+    if "logits_to_keep" in known and not any(point.name.startswith("unembed") for point in points):
+        wanted["logits_to_keep"] = 1
+    return wanted
+
+
+def run(
+    bridge: TransformerBridge,
+    tokens: Int[Tensor, "batch pos"],
+    mask: Int[Tensor, "batch pos"] | None,
+    points: Sequence[HookPoint],
+    interventions: Sequence[tuple[str, HookFunction]],
+    stop_at_layer: int | None,
+    arguments: dict[str, Any],
+    take: Take,
+) -> None:
+    """Runs the model as far as it is needed, and hands over each activation as it comes.
+
+    Args:
+        bridge: the bridge.
+        tokens: the inputs.
+        mask: 1 for tokens, 0 for padding; None where nothing is padded.
+        points: whose activations.
+        interventions: hooks that are active meanwhile, and whose effect the activations have.
+        stop_at_layer: where to stop, or None.
+        arguments: further arguments of the model.
+        take: what the activations are handed to.
+    """
+
+    def give(activation: Tensor, hook: HookPoint) -> None:
+        take(hook.name, activation)
+
+    seen = [(point.name, give) for point in points]
+    with torch.no_grad():
+        bridge.run_with_hooks(
+            tokens,
+            fwd_hooks=[*interventions, *seen],
+            return_type=None,
+            attention_mask=mask,
+            stop_at_layer=stop_at_layer,
+            **arguments,
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# How far a harvest is, and what came of it.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a harvest is.
+
+    Attributes:
+        shards, tokens: done in this call.
+        seconds: since it began.
+        tokens_per_second: in this call.
+        seconds_left: by the share of the documents that are used up; None where their number is not known.
+        model_share: the share of the time that was spent in the model (of all workers' time).
+    """
+
+    shards: int
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    seconds_left: float | None
+    model_share: float
+
+    def __str__(self) -> str:
+        left = "" if self.seconds_left is None else f", {self.seconds_left:.0f} s left"
+        return (
+            f"{self.tokens:,} tokens in {self.shards} shards, {self.tokens_per_second:,.0f} tokens/s{left}, "
+            f"{self.model_share:.0%} of the time in the model"
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of a harvest.
+
+    Attributes:
+        path: its folder.
+        shards, rows, sequences, tokens, size: of the whole harvest (size in bytes).
+        made: how many of the shards this call made; the others stood already.
+        seconds, tokens_per_second, model_share: of this call.
+    """
+
+    path: Path
+    shards: int
+    rows: int
+    sequences: int
+    tokens: int
+    size: int
+    made: int
+    seconds: float
+    tokens_per_second: float
+    model_share: float
+
+    def __str__(self) -> str:
+        speed = f" at {self.tokens_per_second:,.0f} tokens/s, {self.model_share:.0%} of the time in the model"
+        return (
+            f"{self.path}: {self.rows:,} rows of {self.tokens:,} tokens in {self.shards} shards "
+            f"({self.size / 1e6:,.1f} MB); {self.made} made now" + speed * bool(self.made)
+        )
+
+
+class Meter:
+    """Counts, and shows.
+
+    Args:
+        show: True for a line on the terminal; a function is called with a `Progress` after each shard.
+        total: how many documents the source has, where that is known.
+        before: how many were used up before this call.
+        workers: how many work at a time.
+    """
+
+    def __init__(self, show: bool | Callable[[Progress], object], total: int | None, before: int, workers: int) -> None:
+        self._call = show if callable(show) else None
+        self._bar = tqdm(unit="tok", unit_scale=True, desc="harvest") if show is True else None
+        self.total, self.before, self.workers = total, before, workers
+        self.start = time.perf_counter()
+        self.shards = self.tokens = self.documents = 0
+        self.model_seconds = 0.0
+
+    def now(self) -> Progress:
+        """How far it is."""
+        seconds = time.perf_counter() - self.start
+        used = self.documents - self.before
+        left = None
+        if self.total is not None and used > 0:
+            left = seconds * max(0, self.total - self.documents) / used
+        rate = self.tokens / seconds if seconds else 0.0
+        share = min(1.0, self.model_seconds / (seconds * self.workers)) if seconds else 0.0
+        return Progress(self.shards, self.tokens, seconds, rate, left, share)
+
+    def add(self, tokens: int, documents: int, model_seconds: float) -> None:
+        """Counts one shard.
+
+        Args:
+            tokens: that it is from.
+            documents: how many are used up behind it.
+            model_seconds: time that it took in the model.
+        """
+        self.shards += 1
+        self.tokens += tokens
+        self.documents = max(self.documents, documents)
+        self.model_seconds += model_seconds
+        now = self.now()
+        if self._call is not None:
+            self._call(now)
+        if self._bar is not None:
+            left = "?" if now.seconds_left is None else f"{now.seconds_left:.0f} s"
+            self._bar.set_postfix_str(f"{now.model_share:.0%} in the model, {left} left", refresh=False)
+            self._bar.update(tokens)
+
+    def close(self) -> None:
+        """Ends the line on the terminal."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A harvest of a model that several processes share: the first does it, and all take part in its runs.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Together:
+    """What the first process tells the others that share its model.
+
+    Args:
+        group: the processes.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._first = group, dist.get_global_rank(group, 0)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first."""
+        return self._group.rank() == 0
+
+    def tell(self, what: str, *given: object) -> None:
+        """Tells the others what to do next, all together.
+
+        Args:
+            what: ``"weights"``, ``"run"``, ``"done"`` or ``"failed"``.
+            given: what they need for it.
+        """
+        dist.broadcast_object_list([what, given], src=self._first, group=self._group)
+
+    def lead(self, harvest: Callable[[], Report]) -> Report:
+        """Harvests, and tells the others how it went.
+
+        Args:
+            harvest: does all of it, in this process.
+        """
+        try:
+            report = harvest()
+        except BaseException as error:
+            self.tell("failed", f"{type(error).__name__}: {error}")
+            raise
+        self.tell("done", report)
+        return report
+
+    def follow(self, bridge: TransformerBridge, interventions: Sequence[tuple[str, HookFunction]]) -> Report:
+        """Takes part in the first process's harvest, and returns what it made.
+
+        Args:
+            bridge: of the shared model.
+            interventions: as there.
+
+        Raises:
+            HarvestError: it failed.
+        """
+        wrong: BaseException | None = None
+        while True:
+            told: list[Any] = [None, None]
+            dist.broadcast_object_list(told, src=self._first, group=self._group)
+            what, given = told
+            if what == "done":
+                report: Report = given[0]
+                return report
+            if what == "failed":
+                raise HarvestError(f"the harvest failed on the first process: {given[0]}") from wrong
+            if wrong is not None:
+                raise wrong
+            try:
+                if what == "weights":
+                    of_model(bridge)
+                else:
+                    self._run(bridge, interventions, *given)
+            except Exception as error:  # noqa: BLE001 - raised above, when the first process has said how it goes on there
+                wrong = error
+
+    @staticmethod
+    def _run(
+        bridge: TransformerBridge, interventions: Sequence[tuple[str, HookFunction]], tokens: Tensor,
+        mask: Tensor | None, points: Sequence[str], stop: int | None, arguments: dict[str, Any],
+    ) -> None:  # fmt: skip
+        hooks = [bridge.names.find(name) for name in points]
+        edits = [(bridge.names.find(name).name, fn) for name, fn in interventions]
+        run(bridge, tokens, mask, hooks, edits, stop, arguments, _nothing)
+
+
+def _nothing(name: str, activation: Tensor) -> None:
+    """The first process keeps what there is."""
+
 
 #: The columns of every row that say where it is from, and their types.
 ID_COLUMNS = {

@@ -2,20 +2,301 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import json
 import math
-from collections.abc import Callable, Iterable
+import os
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import xxhash
 
-from bridge.harvest.errors import HarvestError
+from bridge.harvest.fingerprint import HarvestError, WriteError
 from bridge.harvest.options import FileFormat
 from bridge.harvest.packing import ShardInput
 from bridge.harvest.rows import ID_COLUMNS
-from bridge.harvest.storage import AtomicFile, Folder, ShardRecord, refused
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A harvest's folder: files that appear whole or not at all, the manifest, one record for each whole shard.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+FORMAT = "transformer-bridge activations 1"
+_TEMPORARY = ".tmp"
+
+
+class AtomicFile:
+    """A file that is written next to its final path and renamed when it is complete.
+
+    Args:
+        path: its place.
+
+    Attributes:
+        size: bytes so far.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{_TEMPORARY}")
+        self.size = 0
+        self._hash = xxhash.xxh3_128()
+        self._file: BinaryIO = open(self.temporary, "wb")  # noqa: SIM115
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is closed."""
+        return self._file.closed
+
+    def write(self, data: Any) -> int:
+        """Writes bytes, and takes them into the checksum."""
+        view = memoryview(data).cast("B")
+        self._hash.update(view)
+        self._file.write(view)
+        self.size += len(view)
+        return len(view)
+
+    def tell(self) -> int:
+        """How far it is written."""
+        return self.size
+
+    def flush(self) -> None:
+        """Hands what is buffered to the system."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """What pyarrow calls when it is done; `commit` and `abandon` are what closes."""
+
+    def commit(self) -> str:
+        """Puts the file in its place, with everything on the disk, and returns its checksum (XXH3, 128 bits)."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        os.replace(self.temporary, self.path)
+        _sync_folder(self.path.parent)
+        return self._hash.hexdigest()
+
+    def abandon(self) -> None:
+        """Takes the unfinished file away."""
+        try:
+            self._file.close()  # this flushes, which a full disk refuses once more
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+                raise
+        finally:
+            self.temporary.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[AtomicFile]:
+    """A file that is in its place after the ``with`` statement, or not there if that raised.
+
+    Args:
+        path: its place.
+
+    Raises:
+        WriteError: the system refused to write it.
+    """
+    file = None
+    try:
+        file = AtomicFile(path)
+        yield file
+        file.commit()
+    except BaseException as error:
+        if file is not None:
+            file.abandon()
+        if isinstance(error, OSError) and not isinstance(error, WriteError):
+            raise refused(path, error) from error
+        raise
+
+
+def refused(path: Path, error: OSError) -> WriteError:
+    """The error for a file that the system refused to write."""
+    return WriteError(
+        error.errno,
+        f"{path.name} could not be written ({error.strerror or error}); every shard that was whole stands, and the "
+        "same call goes on from there",
+        str(path),
+    )
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """What is known of one whole shard.
+
+    Attributes:
+        index: its place among the shards.
+        file: its name.
+        rows, sequences, tokens: how many rows it has, and the model's inputs and tokens that they are from.
+        size, checksum: of the file: bytes, and XXH3 (128 bits).
+        input: the fingerprint of the tokens that it was made from.
+        documents, offset, source: where the source stood after it: this many documents used up and this far into the
+            next one (tokens), and the fingerprint of those documents.
+        columns: type and shape of each activation's column.
+        batch_size: sequences in one forward pass, the smallest that was used.
+    """
+
+    index: int
+    file: str
+    rows: int
+    sequences: int
+    tokens: int
+    size: int
+    checksum: str
+    input: str
+    documents: int
+    offset: int
+    source: str
+    columns: dict[str, dict[str, Any]]
+    batch_size: int
+
+
+@dataclass
+class Manifest:
+    """What a harvest is.
+
+    Attributes:
+        model: its name, class and fingerprints (see `fingerprint.of_model`).
+        tokenizer: its fingerprint; None where there is none.
+        options: everything else that decides the rows.
+        versions: of this library and of those that computed.
+        source: what the rows are from: in words, by identity and, once it is finished, how far it was used up.
+        quick: what tells the same call without loading the model.
+        complete: whether it is finished.
+        shards: the records of all whole shards, once it is finished.
+    """
+
+    model: dict[str, Any]
+    tokenizer: str | None
+    options: dict[str, Any]
+    versions: dict[str, str]
+    source: dict[str, Any]
+    quick: dict[str, Any]
+    complete: bool = False
+    shards: list[ShardRecord] = field(default_factory=list)
+
+    def totals(self) -> dict[str, int]:
+        """The rows, sequences, tokens and bytes of all shards."""
+        names = ("rows", "sequences", "tokens", "size")
+        return {name: sum(getattr(record, name) for record in self.shards) for name in names}
+
+
+class Folder:
+    """The folder of a harvest.
+
+    Args:
+        path: the folder.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.records = self.path / "records"
+
+    def shard(self, index: int, suffix: str) -> Path:
+        """The place of a shard."""
+        return self.path / f"shard-{index:06d}.{suffix}"
+
+    def manifest(self) -> Manifest | None:
+        """The manifest, with the records of the whole shards; None where there is none.
+
+        Raises:
+            HarvestError: it is no manifest of ours.
+        """
+        place = self.path / "manifest.json"
+        if not place.exists():
+            return None
+        try:
+            found = json.loads(place.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise HarvestError(f"{place} is damaged: {error}") from error
+        if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
+            raise HarvestError(f"{place} is no manifest of a harvest in the format {FORMAT!r}")
+        found.pop("totals")
+        shards = [ShardRecord(**record) for record in found.pop("shards")]
+        if not found["complete"]:
+            shards = self.whole_shards()
+        return Manifest(**found, shards=shards)
+
+    def harvested(self) -> Manifest:
+        """The manifest.
+
+        Raises:
+            HarvestError: there is none, or none of ours.
+        """
+        if (found := self.manifest()) is None:
+            raise HarvestError(f"{self.path} holds no harvest: it has no manifest.json")
+        return found
+
+    def whole_shards(self) -> list[ShardRecord]:
+        """The records of the shards that are there in full, by index."""
+        found = []
+        for place in sorted(self.records.glob("shard-*.json")):
+            record = ShardRecord(**json.loads(place.read_text(encoding="utf-8")))
+            shard = self.path / record.file
+            if shard.exists() and shard.stat().st_size == record.size:
+                found.append(record)
+        return sorted(found, key=lambda record: record.index)
+
+    def write(self, manifest: Manifest) -> None:
+        """Puts a manifest in its place."""
+        content = {"format": FORMAT, "totals": manifest.totals(), **asdict(manifest)}
+        self._write_json(self.path / "manifest.json", content)
+
+    def add(self, record: ShardRecord) -> None:
+        """Notes that a shard is whole."""
+        self._write_json(self.records / (Path(record.file).stem + ".json"), asdict(record))
+
+    @staticmethod
+    def _write_json(place: Path, content: dict[str, Any]) -> None:
+        with whole(place) as file:
+            file.write(json.dumps(content, indent=1).encode())
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps other harvests out of the folder; the lock goes with the process, however it ends.
+
+        Raises:
+            HarvestError: another process is at work in it.
+        """
+        new = not self.path.exists()
+        self.records.mkdir(parents=True, exist_ok=True)
+        with open(self.path / ".lock", "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise HarvestError(f"another process is harvesting into {self.path}") from error
+            try:
+                yield
+            finally:
+                if new and not (self.path / "manifest.json").exists():  # it was refused: leave no trace
+                    (self.path / ".lock").unlink()
+                    self.records.rmdir()
+                    self.path.rmdir()
+
+    def clean(self) -> None:
+        """Takes away what a killed harvest left unfinished: temporary files, and shards without a record."""
+        for place in (*self.path.glob(f".*{_TEMPORARY}"), *self.records.glob(f".*{_TEMPORARY}")):
+            place.unlink()
+        known = {record.file for record in self.whole_shards()}
+        for place in self.path.glob("shard-*.*"):
+            if place.name not in known:
+                place.unlink()
+
 
 _PIECE_BYTES = 4 * 2**20
 

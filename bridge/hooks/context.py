@@ -8,17 +8,99 @@ variable, so other threads, asyncio tasks and greenlets do not see them.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any, Generic, Protocol, TypeVar
+from types import CodeType
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from adapters.paths import token_embedding
-from adapters.points import Point, Site
-from bridge.hooks.listener import Listener, Scope
+from adapters.imports import check_checkpointed_gradients
+from adapters.points import Point, Site, token_embedding
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is attached to hook points: listeners, and the scopes that they are opened and end with.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+#: ``fn(activation, hook=point)`` returns the new activation, or None to leave it (or what was done to it in place).
+HookFunction = Callable[..., Tensor | None]
+#: ``fwd`` and ``bwd`` are functions of the user; ``read`` only looks at the activation; ``edge`` is given the
+#: activation that later computation uses, to ask for its gradient; ``follow`` is our own: it is shown the activation
+#: itself, may put another in its place, and stays where hooks are reset; ``leader`` takes over what was written at
+#: another point, which it is asked for with the pass in place of an activation.
+Kind = Literal["fwd", "bwd", "read", "edge", "follow", "leader"]
+
+
+class Attached(Protocol):
+    """A listener at its hook point."""
+
+    def attach(self) -> None:
+        """Attaches it, if it is not attached already."""
+
+    def remove(self) -> None:
+        """Removes it."""
+
+
+class Scope:
+    """The hooks that were opened together, and end together.
+
+    Attributes:
+        members: what was attached, so that a recomputation after the end can attach it again.
+        users: how many `with` statements and recomputations need it attached now.
+        recomputed: a block that backward may compute again has run with it, and needs it then.
+        of_one_run: only one run of the bridge ever sees it, no direct call of the model.
+    """
+
+    __slots__ = ("__weakref__", "members", "of_one_run", "recomputed", "users")
+
+    def __init__(self, of_one_run: bool = False) -> None:
+        self.of_one_run, self.recomputed = of_one_run, False
+        self.members: list[Attached] = []
+        self.users = 0
+
+
+class Listener:
+    """Something attached to a hook point.
+
+    Args:
+        kind: see `Kind`.
+        fn: called as ``fn(activation, hook=point)``.
+        scope: the scope that it belongs to; None: every run sees it.
+        permanent, level: what `reset_hooks` asks for.
+        named: its hook point was chosen by name, not by a filter.
+        deferrable: of a ``read``: it takes a `Deferred` in place of an activation that would have to be computed.
+        partial: of a ``read``: it takes a `Deferred` whose rows it can have computed, and has those that it keeps
+            computed at once.
+        optional: of a ``read``: where there is nothing to see, it does without, and a warning says so.
+
+    Attributes:
+        in_run: the function is a part of the run: hooks and caches see what it computes with the model. It says so by
+            an attribute of this name.
+    """
+
+    __slots__ = ("deferrable", "fn", "in_run", "kind", "level", "named", "optional", "partial", "permanent", "scope")
+
+    def __init__(
+        self,
+        kind: Kind,
+        fn: Callable[..., Any],
+        scope: Scope | None = None,
+        permanent: bool = False,
+        level: int | None = None,
+        deferrable: bool = False,
+        named: bool = False,
+        optional: bool = False,
+        partial: bool = False,
+    ) -> None:
+        self.in_run, self.named, self.optional = getattr(fn, "in_run", False) is True, named, optional
+        self.kind, self.fn, self.scope = kind, fn, scope
+        self.permanent, self.level, self.deferrable, self.partial = permanent, level, deferrable, partial
+
 
 T = TypeVar("T")
 
@@ -356,3 +438,139 @@ def forward_pass(
     run = ForwardPass()
     own = frozenset((scope,)) if scope is not None else before.own if before.run is None else _NO_SCOPES
     return _PassScope(RunContext(before.shared, own, run, generation or before.generation), run)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which traces are open in the present context, for the parts of a bridge that show what a trace sees.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class OpenTrace(Protocol):
+    """A trace, as the parts of a bridge ask it."""
+
+    def part_output(self, part: str) -> Tensor:
+        """What a part of the bridge returns."""
+
+    def set_part_output(self, part: str, value: Tensor) -> None:
+        """Replaces it."""
+
+    def part_input(self, part: str) -> Tensor:
+        """What a part of the bridge is given first."""
+
+    def set_part_input(self, part: str, value: Tensor) -> None:
+        """Replaces it."""
+
+    def part_outputs(self, part: str) -> Any:
+        """All that its module returns."""
+
+    def part_inputs(self, part: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """All that its module is called with."""
+
+    def set_part_inputs(self, part: str, value: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        """Replaces it."""
+
+
+#: The open traces, each with the names of its bridge, which tell bridges apart.
+_OPEN: ContextVar[tuple[tuple[object, OpenTrace], ...]] = ContextVar("transformer_bridge_traces", default=())
+
+
+def opened(names: object, trace: OpenTrace) -> None:
+    """Says that a trace is open.
+
+    Args:
+        names: the names of its bridge.
+        trace: the trace.
+    """
+    _OPEN.set((*_OPEN.get(), (names, trace)))
+
+
+def closed(trace: OpenTrace) -> None:
+    """Says that it is open no more.
+
+    Args:
+        trace: the trace.
+    """
+    # Not simply what was there before: several may be open, and end in any order.
+    _OPEN.set(tuple([entry for entry in _OPEN.get() if entry[1] is not trace]))
+
+
+def trace_of(names: object, asked: str) -> OpenTrace:
+    """The trace that is open on a bridge.
+
+    Args:
+        names: the names of the bridge.
+        asked: what was asked for, for the error.
+
+    Raises:
+        RuntimeError: none is open, or several are.
+    """
+    found = [trace for owner, trace in _OPEN.get() if owner is names]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise RuntimeError(
+            f"{asked} is there inside a trace only: with bridge.trace(prompt) as run: ... (a cache of a whole run has "
+            "activations by the names of their hook points)"
+        )
+    raise RuntimeError(
+        f"{asked} does not say which of the {len(found)} traces that are open on this bridge is meant: "
+        'ask the trace itself, run["blocks.0.hook_resid_post"]'
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Parts of a model that backward computes again: hooks there must be known to come along.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def recomputation_frame(function: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a function that has its hooks with it whenever it is called again: a whole run, a block that brings them.
+
+    Args:
+        function: the function.
+        args, kwargs: with what.
+    """
+    return function(*args, **kwargs)
+
+
+def refuse_unknown_recomputation(name: str) -> None:
+    """Refuses to change an activation, or to listen to its gradient, in a part of the model that is checkpointed.
+
+    What backward computes again there would be computed without the hook, when its run is over.
+
+    Args:
+        name: of the hook point.
+
+    Raises:
+        RuntimeError: it lies within `torch.utils.checkpoint.checkpoint` that is not the model's own.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code is _KNOWN:
+            return
+        if code is _CHECKPOINT:
+            raise RuntimeError(
+                f"{name} lies in a part of the model that torch.utils.checkpoint computes again in backward, and "
+                "nothing would bring its hook along: the gradients would be those of another function. Checkpoint with "
+                "the model's own gradient_checkpointing_enable(), or switch checkpointing off in runs with hooks"
+            )
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def refuse_older_checkpointing() -> None:
+    """Refuses to listen to a gradient in a checkpointed block of a transformers that is too old for it.
+
+    Raises:
+        VersionError: it is before 5.23.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CHECKPOINT:
+            check_checkpointed_gradients()
+            return
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+_KNOWN: CodeType = inspect.unwrap(recomputation_frame).__code__
+_CHECKPOINT: CodeType = inspect.unwrap(checkpoint).__code__

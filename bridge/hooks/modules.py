@@ -9,11 +9,12 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from adapters.paths import call_number, missing_module_message, module_path, token_embedding
+from adapters.points import call_number, missing_module_message, module_path, token_embedding
 from adapters.views import Args, Kwargs
-from adapters.views.given import place_of_input
+from adapters.views.views import place_of_input
 
 
 @functools.cache
@@ -182,3 +183,73 @@ def check_places(finders: Iterable[Finder]) -> None:
                 f"one module is at {other!r} and at {path!r}: a hook at one place would act at both. Give each "
                 "place a module of its own (copy.deepcopy; parameters may be shared)"
             )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Whether a module computes with the weights that it did, as far as torch counts what is written to them.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+#: For each parameter of a module, which one it is and how often it was written to; which adapters of PEFT are at work.
+Written = tuple[tuple[object, ...], ...]
+
+
+def written_to(module: nn.Module) -> Written:
+    """What changes when a module computes with other weights: these are exchanged or written to, or PEFT's adapters
+    inside of it are switched or scaled. (What is written through ``weight.data`` torch does not count.)
+
+    Args:
+        module: any module. Parameters on no device, which are loaded when they are needed, do not count.
+
+    Example:
+        >>> import torch
+        >>> from bridge.hooks.modules import written_to
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> before = written_to(layer)
+        >>> with torch.no_grad():
+        ...     _ = layer.weight.mul_(2)
+        >>> written_to(layer) == before
+        False
+    """
+    # A plain layer is asked alone: to go through modules takes longer than all else here.
+    own = module.parameters() if module._modules else module._parameters.values()
+    with torch._C.DisableTorchFunctionSubclass():  # a quantised weight may know no such question
+        written: list[tuple[object, ...]] = [
+            (id(x), 0 if x.is_inference() else x._version) for x in own if x is not None and not x.is_meta
+        ]
+    return (*written, *adapters_at_work(module)) if module._modules else tuple(written)
+
+
+def adapters_at_work(module: nn.Module) -> tuple[tuple[object, ...], ...]:
+    """Of each layer of PEFT's inside of a module, in order: which adapters are at work, and how much each counts.
+
+    Args:
+        module: any module.
+    """
+    found = []
+    for part in module.modules():
+        active, disabled = getattr(part, "active_adapters", None), getattr(part, "disable_adapters", None)
+        if isinstance(active, list) and isinstance(disabled, bool):  # of a whole model they are methods
+            scaling = getattr(part, "scaling", None)
+            found.append((*active, disabled, *(scaling.items() if isinstance(scaling, dict) else ())))
+    return tuple(found)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Whether two results are the same computation, done in another batch.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+#: How far numbers of the same computation in another batch may be from each other, of the largest of them.
+ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+
+def close(found: Tensor, right: Tensor) -> bool:
+    """Whether two results are the same but for the rounding of another batch.
+
+    Args:
+        found: the one.
+        right: the other.
+    """
+    tolerance = ROUNDING.get(right.dtype, 10 * torch.finfo(right.dtype).eps) * right.abs().max().item()
+    return found.shape == right.shape and torch.allclose(found, right, rtol=0, atol=tolerance)

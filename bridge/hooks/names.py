@@ -3,13 +3,171 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
+import types
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from operator import index
+from typing import Any, SupportsIndex
 
-from adapters.paths import module_path
-from bridge.hooks.act_names import act_name
-from bridge.hooks.filter_functions import what_it_depends_on
-from bridge.hooks.hook_point import HookPoint
+from adapters.points import module_path
+from bridge.hooks.hooks import HookPoint
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Short names of hook points, as HookedTransformer's `get_act_name` reads them.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+_SHORT = {
+    "attn": "pattern", "scores": "attn_scores", "attn_logits": "attn_scores", "query": "q", "key": "k", "value": "v",
+    "mlp_pre": "pre", "mlp_mid": "mid", "mlp_post": "post",
+}  # fmt: skip
+_PARTS = {"a": "attn", "attention": "attn", "m": "mlp", "b": "", "block": "", "blocks": ""}
+_IN_ATTENTION = {
+    "q", "k", "v", "z", "result", "pattern", "attn_scores", "rot_q", "rot_k",
+}  # fmt: skip
+_IN_MLP = {"pre", "post", "pre_linear", "mid"}
+
+
+def act_name(
+    name: str, layer: SupportsIndex | str | None = None, layer_type: str | None = None, stack: str = "blocks"
+) -> str:
+    """The full name of a hook point from its short one, as HookedTransformer's `get_act_name` gives it.
+
+    Args:
+        name: a short name such as ``q``, ``resid_pre``, ``scale``; with the layer and the part in it, such as ``q3`` or
+            ``scale4ln1``; or already a full one.
+        layer: the block, or None outside of the blocks.
+        layer_type: the part of the block where the name does not say it: ``a`` or ``attn``, ``m`` or ``mlp``, or a
+            norm such as ``ln1``.
+        stack: the list of blocks.
+
+    Returns:
+        Such as ``blocks.3.attn.hook_q``.
+
+    Example:
+        >>> from bridge import act_name
+        >>> act_name("q", 3), act_name("normalized", 2, "ln1"), act_name("embed"), act_name("scale4ln1")
+        ('blocks.3.attn.hook_q', 'blocks.2.ln1.hook_normalized', 'hook_embed', 'blocks.4.ln1.hook_scale')
+    """
+    if ("." in name or name.startswith("hook_")) and layer is None and layer_type is None:
+        return name
+    together = re.fullmatch(r"([a-z_]+)(\d+)(\w*)", name)
+    if together and layer is None and layer_type is None:
+        name, layer, layer_type = together.groups()
+    name = _SHORT.get(name, name)
+    part = _PARTS.get(layer_type or "", layer_type or "")
+    stem = name.partition(".")[0]  # behind the dot, a basis
+    if not part and stem in _IN_ATTENTION:
+        part = "attn"
+    if not part and stem in _IN_MLP:
+        part = "mlp"
+    if name in ("scale", "normalized") and not part and layer is None:
+        part = "ln_final"
+    pieces = [] if layer is None else [stack, layer if isinstance(layer, str) else str(index(layer))]
+    if part:
+        pieces.append(part)
+    return ".".join([*pieces, f"hook_{name}"])
+
+
+def last_stream(hook_dict: Mapping[str, object], n_layers: int) -> str:
+    """The name of what leaves the last block: of blocks that end in a norm on the stream (BERT), what that makes.
+
+    Args:
+        hook_dict: a bridge's hook points, by name.
+        n_layers: how many blocks it has.
+    """
+    normed = f"blocks.{n_layers - 1}.hook_normalized_resid_post"
+    return normed if normed in hook_dict else f"blocks.{n_layers - 1}.hook_resid_post"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Functions of a name that answer the same each time, so that what they choose can be remembered.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+_PLAIN = (str, int, float, bool, bytes, type(None), re.Pattern)
+#: Python's own functions that answer the same each time.
+_PURE = (
+    abs,
+    all,
+    any,
+    bool,
+    enumerate,
+    filter,
+    frozenset,
+    int,
+    isinstance,
+    len,
+    list,
+    map,
+    max,
+    min,
+    range,
+    reversed,
+    set,
+)
+_FUNCTIONS = frozenset(function.__name__ for function in (*_PURE, sorted, str, sum, tuple, zip))
+#: What such values have, and what they make has: methods that answer the same each time.
+_METHODS = frozenset(
+    name for kind in (str, int, tuple, list, set, dict, re, re.Pattern, re.Match) for name in dir(kind)
+)
+_KNOWN = _FUNCTIONS | {name for name in _METHODS if not name.startswith("__")}
+
+
+def what_it_depends_on(function: Callable[..., Any]) -> Hashable | None:
+    """What the answers of a function depend on besides its argument; None where that cannot be known.
+
+    It can of a plain function that reads strings and numbers around it, and calls nothing but their methods, `re` and
+    some of Python's own functions. Two that are written at one place and read the same are one.
+
+    Args:
+        function: called with a string.
+
+    Example:
+        >>> from bridge.hooks.names import what_it_depends_on
+        >>> end, seen = "hook_z", []
+        >>> what_it_depends_on(lambda name: name.endswith(end)) is None
+        False
+        >>> what_it_depends_on(lambda name: seen.append(name)) is None
+        True
+    """
+    names = _names_read(function.__code__) if type(function) is types.FunctionType else None
+    if names is None:
+        return None
+    around = function.__globals__
+    if any(name not in around and name not in _KNOWN for name in names):
+        return None
+    read = [around[name] for name in names if name in around]
+    read += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    try:
+        read += [cell.cell_contents for cell in function.__closure__ or ()]
+    except ValueError:
+        return None  # a variable that has no value yet
+    if not all(map(_is_plain, read)):
+        return None
+    return function.__code__, tuple([(repr(value), value) for value in read])
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value never changes, and is known by how it is written."""
+    if isinstance(value, tuple):
+        return type(value) is tuple and all(type(item) in _PLAIN for item in value)
+    return type(value) in _PLAIN or value is re
+
+
+@functools.lru_cache(maxsize=256)
+def _names_read(code: types.CodeType) -> tuple[str, ...] | None:
+    """The globals and attributes in a piece of code; None where one of them may be anything."""
+    names = dict.fromkeys(code.co_names)
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            found = _names_read(inner)
+            if found is None:
+                return None
+            names |= dict.fromkeys(found)
+    return tuple(names)
+
 
 #: What chooses hook points: nothing (all), a name, several names, or a function of the name.
 NamesFilter = str | Sequence[str] | Callable[[str], bool] | None

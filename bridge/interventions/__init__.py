@@ -1,15 +1,14 @@
 """Interventions as data: operations on activations that are hook functions, and can be saved."""
 
-from bridge.interventions.files import InterventionsFileError
+from bridge.interventions.files import InterventionsFileError, OtherModelError
 from bridge.interventions.interventions import Interventions, load
-from bridge.interventions.model import OtherModelError
-from bridge.interventions.operation import Operation
 from bridge.interventions.operations import (
     OPERATIONS,
     Add,
     Cap,
     Clamp,
     Mean,
+    Operation,
     ProjectOnto,
     ProjectOut,
     Replace,

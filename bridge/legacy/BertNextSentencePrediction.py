@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bridge.hooks.arguments import check_choice
 from bridge.legacy.HookedEncoder import HookedEncoder
-from bridge.run.checks import as_tokens
+from bridge.run.tokenization import as_tokens
 
 _HEAD = "nsp_head.hook_nsp_out"
 _ANSWERS = ("The sentences are sequential", "The sentences are NOT sequential")

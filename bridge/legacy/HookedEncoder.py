@@ -10,11 +10,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 
-from adapters.paths import base_path, core_path, join
+from adapters.points import base_path, core_path, join
 from bridge.legacy.HookedTransformerConfig import ONLY_LOADED, HookedTransformerConfig
 from bridge.legacy.loaded import WithoutProcessing
-from bridge.run.checks import as_tokens, texts_in
-from bridge.run.protocol import Input
+from bridge.run.inputs import Input
+from bridge.run.tokenization import as_tokens, texts_in
 
 _NAMES = {
     "hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",

@@ -12,7 +12,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from bridge.legacy.HookedTransformerConfig import ONLY_LOADED, HookedTransformerConfig
 from bridge.legacy.loaded import WithoutProcessing
-from bridge.run.protocol import Input
+from bridge.run.inputs import Input
 
 _NAMES = {
     "d_model": "d_model", "d_kv": "d_head", "d_ff": "d_mlp", "num_layers": "n_layers", "num_heads": "n_heads",

@@ -19,7 +19,7 @@ from bridge.legacy.reweighing import TRANSFORMS
 from bridge.legacy.table import named
 from bridge.legacy.ungrouping import Ungrouping
 from bridge.legacy.weight_init import draw
-from bridge.loading.request import context_fields
+from bridge.loading.loading import context_fields
 from bridge.native import NativeConfig, NativeModel
 
 __getattr__ = named(__name__)

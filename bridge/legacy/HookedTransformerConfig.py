@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from transformers import set_seed
 
-from adapters.config import ModelConfig
-from adapters.config_fields import LoadedModelFields
+from adapters.config import LoadedModelFields, ModelConfig
 from bridge.hooks.arguments import check_choice
 from bridge.hooks.names import suggestion
 from bridge.legacy.table import named
 from bridge.legacy.utilities.devices import get_device
-from bridge.native.config import ACT_FNS, NativeConfig
+from bridge.native.native import ACT_FNS, NativeConfig
 
 #: Fields for which a model made from scratch has no place, and the value that they may have.
 ONLY_LOADED: dict[str, Any] = {

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from bridge.legacy import table
 
 if TYPE_CHECKING:
-    from bridge.cache.activation_cache import ActivationCache as ActivationCache
+    from bridge.cache import ActivationCache as ActivationCache
     from bridge.legacy.BertNextSentencePrediction import BertNextSentencePrediction as BertNextSentencePrediction
     from bridge.legacy.HookedEncoder import HookedEncoder as HookedEncoder
     from bridge.legacy.HookedEncoderDecoder import HookedEncoderDecoder as HookedEncoderDecoder
     from bridge.legacy.HookedTransformer import HookedTransformer as HookedTransformer
     from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig as HookedTransformerConfig
     from bridge.legacy.model_bridge import TransformerBridge as TransformerBridge
-    from bridge.weights.factored_matrix import FactoredMatrix as FactoredMatrix
+    from bridge.weights import FactoredMatrix as FactoredMatrix
 
 __all__ = [*table.NAMES["package"]]
 

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adapters.paths import base_path, core_path, join
+from adapters.points import base_path, core_path, join
 from adapters.views import Call, View
 from bridge.bridge import TransformerBridge
-from bridge.hooks.context import CURRENT, forward_pass, without_hooks
-from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.listener import Listener, Scope
+from bridge.hooks.context import CURRENT, Listener, Scope, forward_pass, without_hooks
+from bridge.hooks.hooks import HookPoint
 from bridge.hooks.modules import first_parameter
 from bridge.hooks.names import suggestion
 from bridge.legacy.components import AbstractAttention

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from bridge.legacy.datasets import load_from_hub, tokenize_and_concatenate
 from bridge.legacy.table import named, not_done
-from bridge.run.loss import lm_loss
+from bridge.run.run import lm_loss
 
 _TEXT = (
     "The old lighthouse keeper climbed the stairs every evening to light the lamp. From the window he could see the "

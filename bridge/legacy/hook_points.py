@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from adapters.points import Point, Site
 from adapters.views import Call, View
 from bridge.facade.hooks import AddsHooks
-from bridge.hooks import hook_point as bridge_point
+from bridge.hooks import hooks as bridge_point
 from bridge.hooks.arguments import check_choice
-from bridge.hooks.hook_point import AttachesListeners, Handle
-from bridge.hooks.listener import Listener
+from bridge.hooks.context import Listener
+from bridge.hooks.hooks import AttachesListeners, Handle
 from bridge.hooks.names import Names, NamesFilter
 from bridge.legacy.table import named, why_not
 

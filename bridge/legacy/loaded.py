@@ -19,7 +19,7 @@ from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.loading_from_pretrained import DTYPE_FROM_STRING, get_official_model_name
 from bridge.legacy.running import LegacyRuns
 from bridge.legacy.utilities.devices import get_device
-from bridge.loading.boot import UnknownArgumentError, text_model
+from bridge.loading.loading import UnknownArgumentError, text_model
 from bridge.run.tokenization import TokenError
 
 #: What a model may be made from.

@@ -17,8 +17,15 @@ from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.own_format import own_format
 from bridge.legacy.table import named
 from bridge.legacy.utilities.devices import get_device
-from bridge.loading.model_names import BY_NAME, MODEL_ALIASES, OFFICIAL_MODEL_NAMES, hub_name
-from bridge.loading.training_checkpoints import PYTHIA_STEPS, STANFORD_STEPS, checkpoint_steps
+from bridge.loading.loading import (
+    BY_NAME,
+    MODEL_ALIASES,
+    OFFICIAL_MODEL_NAMES,
+    PYTHIA_STEPS,
+    STANFORD_STEPS,
+    checkpoint_steps,
+    hub_name,
+)
 
 #: Models that HookedTransformer runs without BOS.
 _WITHOUT_BOS = ("BloomForCausalLM", "QWenLMHeadModel", "Qwen2ForCausalLM", "Qwen3ForCausalLM")

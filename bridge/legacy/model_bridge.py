@@ -8,9 +8,9 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from bridge.facade.base import WrappedModel
-from bridge.hooks.hook_point import Handle
-from bridge.hooks.hook_point import HookPoint as AnyHookPoint
+from bridge.facade.facade import WrappedModel
+from bridge.hooks.hooks import Handle
+from bridge.hooks.hooks import HookPoint as AnyHookPoint
 from bridge.hooks.names import NamesFilter
 from bridge.legacy.hook_points import HookFunction
 from bridge.legacy.HookedTransformer import HookedTransformer
@@ -19,10 +19,10 @@ from bridge.legacy.loaded import copied_tokenizer
 from bridge.legacy.module_tree import ModuleTree
 from bridge.legacy.table import named
 from bridge.native import NativeConfig
-from bridge.run.checks import as_tokens, texts_in
-from bridge.run.positions import PosSlice
-from bridge.run.protocol import HookSpec, Input
-from bridge.weights.factored_matrix import FactoredMatrix
+from bridge.run.inputs import HookSpec, Input
+from bridge.run.recorder import PosSlice
+from bridge.run.tokenization import as_tokens, texts_in
+from bridge.weights import FactoredMatrix
 
 __path__: list[str] = []  # the modules of the table are below it
 _ARGUMENTS = dict[str, Any]

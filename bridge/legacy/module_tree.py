@@ -10,15 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from adapters import ModelMap
-from adapters.paths import join
-from adapters.points import Point
+from adapters.points import Point, join
 from adapters.views import View
-from bridge.hooks.context import CURRENT
-from bridge.hooks.hook_point import Handle
-from bridge.hooks.hook_point import HookPoint as AnyHookPoint
-from bridge.hooks.listener import Listener
+from bridge.hooks.context import CURRENT, Listener
+from bridge.hooks.hooks import Handle, checked
+from bridge.hooks.hooks import HookPoint as AnyHookPoint
 from bridge.hooks.names import NamesFilter, suggestion
-from bridge.hooks.results import checked
 from bridge.legacy.calling import CallableParts, ReplacedForward
 from bridge.legacy.components import kind_of
 from bridge.legacy.hook_points import CALLS, HookedRootModule, HookPoint, ListsHooks, point_named
@@ -26,8 +23,8 @@ from bridge.legacy.HookedTransformerConfig import HookedModelConfig
 from bridge.legacy.parameters import HoldsParameters, PartParameters, names_of
 from bridge.legacy.parts import Blocks, Part
 from bridge.legacy.table import why_not
-from bridge.run.hooked import points_that_run
-from bridge.weights.component_tree import NameTree
+from bridge.run.run import points_that_run
+from bridge.weights import NameTree
 from weight_processing.saving import untie
 
 #: HookedTransformer's name of the point at the tokens, which it has where the configuration says so.

@@ -16,7 +16,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from torch import Tensor
 
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
-from bridge.loading.model_names import OWN_FORMAT
+from bridge.loading.loading import OWN_FORMAT
 
 #: How the hub is asked.
 _HUB = ("revision", "token", "cache_dir", "force_download", "local_files_only")

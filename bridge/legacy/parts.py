@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from adapters.config import ModelConfig
-from adapters.paths import join
+from adapters.points import join
 from bridge.hooks.arguments import check_choice
-from bridge.hooks.hook_point import Handle
-from bridge.hooks.hook_point import HookPoint as AnyHookPoint
+from bridge.hooks.hooks import Handle
+from bridge.hooks.hooks import HookPoint as AnyHookPoint
 from bridge.legacy.hook_points import CALLS, HookFunction, HookPoint
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.parameters import HoldsModel, HoldsParameters, PartParameters
 from bridge.legacy.table import at, why_not
-from bridge.weights.component_tree import Component, NameTree
+from bridge.weights import Component, NameTree
 
 #: What HookedTransformer's attention keeps in addition to its parameters: read from the model, and fixed by it.
 BUFFERS = ("mask", "IGNORE", "rotary_sin", "rotary_cos")

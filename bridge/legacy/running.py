@@ -12,16 +12,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from bridge.generation.options import inferred_mask
-from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import NamesFilter
 from bridge.legacy.past_key_value_caching import HookedTransformerKeyValueCache
 from bridge.legacy.reweighing import LegacyWeights
 from bridge.legacy.slices import Slice
 from bridge.legacy.tokens import get_attention_mask, position_embeddings
-from bridge.run.checks import as_tokens, texts_in
+from bridge.run.inputs import Input
 from bridge.run.layer_range import check_layers
-from bridge.run.protocol import Input
-from bridge.run.tokenization import Batch
+from bridge.run.tokenization import Batch, as_tokens, texts_in
 
 
 class Output(NamedTuple):

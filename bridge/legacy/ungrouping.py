@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adapters.observe.modes import evaluating
-from adapters.paths import join
+from adapters.observe.observe import evaluating
+from adapters.points import join
 from bridge.bridge import TransformerBridge
 from bridge.legacy.loaded import LegacyLoading
 

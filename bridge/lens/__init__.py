@@ -2,13 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from adapters.imports.lazily import lazily
+from adapters.imports import lazily
 
 if TYPE_CHECKING:
-    from bridge.lens.read import lens
-    from bridge.lens.reading import Reading, Top
+    from bridge.lens.lens import Reading, Top, lens
     from bridge.lens.tuned import TunedLens
 
 __all__ = ["Reading", "Top", "TunedLens", "lens"]
 
-__getattr__, __dir__ = lazily(__name__, Reading="reading", Top="reading", TunedLens="tuned", lens="read")
+__getattr__, __dir__ = lazily(__name__, Reading="lens", Top="lens", TunedLens="tuned", lens="lens")

@@ -24,7 +24,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.monkey_patching import get_patch_mapping, register_patch_mapping, unregister_patch_mapping
 from transformers.utils.output_capturing import OutputRecorder, maybe_install_capturing_hooks
 
-from adapters.imports.versions import check_patching, registered_conversions
+from adapters.imports import check_patching, registered_conversions
 from bridge.hooks.names import suggestion
 
 #: Names, or patterns of names, of transformers' classes, and the classes in their place.

@@ -2,8 +2,7 @@
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from bridge.native.config import NativeConfig
-from bridge.native.model import NativeModel
+from bridge.native.native import NativeConfig, NativeModel
 
 # So that a saved one loads by its folder alone. `exist_ok`: the module may be imported anew in a notebook.
 AutoConfig.register(NativeConfig.model_type, NativeConfig, exist_ok=True)

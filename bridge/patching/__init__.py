@@ -6,26 +6,11 @@ time with one activation replaced by what it was in the clean run, and a metric 
 2022, "Interpretability in the Wild"). Names and arguments are those of ``transformer_lens.patching``.
 """
 
-from bridge.patching.ablations import ablated
-from bridge.patching.everything import PatchedEverything, patch_everything
-from bridge.patching.generic import (
+from bridge.patching.patching import (
     Metric,
+    PatchedEverything,
+    ablated,
     generic_activation_patch,
-    make_df_from_ranges,
-)
-from bridge.patching.result import PatchingResult
-from bridge.patching.setters import (
-    PatchSetter,
-    layer_feature_patch_setter,
-    layer_head_dest_src_pos_pattern_patch_setter,
-    layer_head_pattern_patch_setter,
-    layer_head_pos_pattern_patch_setter,
-    layer_head_vector_patch_setter,
-    layer_pos_feature_patch_setter,
-    layer_pos_head_vector_patch_setter,
-    layer_pos_patch_setter,
-)
-from bridge.patching.standard import (
     get_act_patch_attn_head_all_pos_every,
     get_act_patch_attn_head_by_pos_every,
     get_act_patch_attn_head_k_all_pos,
@@ -45,6 +30,20 @@ from bridge.patching.standard import (
     get_act_patch_mlp_out,
     get_act_patch_resid_mid,
     get_act_patch_resid_pre,
+    make_df_from_ranges,
+    patch_everything,
+)
+from bridge.patching.result import PatchingResult
+from bridge.patching.setters import (
+    PatchSetter,
+    layer_feature_patch_setter,
+    layer_head_dest_src_pos_pattern_patch_setter,
+    layer_head_pattern_patch_setter,
+    layer_head_pos_pattern_patch_setter,
+    layer_head_vector_patch_setter,
+    layer_pos_feature_patch_setter,
+    layer_pos_head_vector_patch_setter,
+    layer_pos_patch_setter,
 )
 
 __all__ = [

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from bridge.bridge import TransformerBridge
+from bridge.hooks.hooks import HookPoint
+from bridge.hooks.names import act_name, suggestion
 
 #: What results of TransformerLens have besides, and what to use.
 _ELSEWHERE = {
@@ -133,3 +138,187 @@ def data_frame(rows: Any, columns: Sequence[str]) -> Any:
     except ImportError as error:
         raise ImportError("data frames need pandas, which is not installed: pip install pandas") from error
     return pandas.DataFrame(rows, columns=list(columns))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is measured of a patched run: one metric or several, one number or one for each row.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+#: From the logits ``[batch, pos, d_vocab]`` of a patched run to one number, or to one for each row.
+Metric = Callable[[Float[Tensor, "batch pos d_vocab"]], Any]
+#: What becomes of a metric's rows.
+Reduce = Literal["scalar", "mean", "none"]
+
+
+class Metrics:
+    """The metrics of a sweep, called together.
+
+    Args:
+        metric: one, or several by name.
+        reduce: as for `generic_activation_patch`.
+        rows: how many prompts there are.
+
+    Attributes:
+        names: their names.
+        several: whether there are names, rather than one metric.
+        shape: what calling it gives: an axis of metrics, and one of rows where there is a number for each.
+
+    Raises:
+        ValueError: there is none.
+    """
+
+    def __init__(self, metric: Metric | Mapping[str, Metric], reduce: Reduce, rows: int) -> None:
+        self.several = isinstance(metric, Mapping)
+        self._metrics = dict(metric) if isinstance(metric, Mapping) else {"metric": metric}
+        if not self._metrics:
+            raise ValueError("patching_metric is an empty mapping: give one metric or more")
+        self.names, self._reduce = tuple(self._metrics), reduce
+        self.shape = (len(self.names),) if reduce == "scalar" else (len(self.names), rows)
+
+    def __call__(self, logits: Tensor) -> Float[Tensor, "..."]:
+        """What each makes of the logits of one run."""
+        return torch.stack([self._numbers(name, metric(logits)) for name, metric in self._metrics.items()])
+
+    def reduced(self, values: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+        """Numbers of each row, as they are returned."""
+        return values.mean(-1) if self._reduce == "mean" else values
+
+    def _numbers(self, name: str, value: Any) -> Tensor:
+        made, wanted = torch.as_tensor(value).detach().cpu().double(), self.shape[1:]
+        if wanted and made.shape != wanted:
+            raise ValueError(
+                f"the metric {name!r} returned a tensor of shape {list(made.shape)}; with reduce={self._reduce!r} it "
+                f"must be {list(wanted)}, a number for each row"
+            )
+        if made.numel() != 1 and not wanted:
+            raise ValueError(
+                f"the metric returned a tensor of shape {list(made.shape)}; it must be a single number, or "
+                "reduce='none' or 'mean' for one of each row"
+            )
+        return made.reshape(wanted)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which pieces of an activation a sweep patches: an index for each, the layer first.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+AXES = ("layer", "pos", "head_index", "head", "src_pos", "dest_pos", "feature")
+
+
+@dataclass(frozen=True)
+class Indices:
+    """The indices of a sweep.
+
+    Attributes:
+        rows: all of them.
+        tried: which of them the model has: of a hybrid's layers some have no such activation, or fewer heads.
+        axis_names: what they go through in all combinations; of a data frame, nothing.
+        sizes: how many values each of these axes has.
+        table: the data frame that they are from.
+    """
+
+    rows: list[list[int]]
+    tried: list[bool]
+    axis_names: Sequence[str]
+    sizes: Sequence[int]
+    table: Any = None
+
+    @classmethod
+    def of_frame(cls, table: Any) -> Indices:
+        """Those of a pandas data frame's rows."""
+        rows = [[int(i) for i in row] for row in table.itertuples(index=False, name=None)]
+        return cls(rows, [True] * len(rows), (), (len(rows),), table)
+
+    @classmethod
+    def of_axes(
+        cls,
+        model: TransformerBridge,
+        tokens: Tensor,
+        activation_name: str,
+        axis_names: Sequence[str],
+        clean_cache: Mapping[str, Tensor],
+    ) -> Indices:
+        """All combinations along axes; the arguments are those of `generic_activation_patch`."""
+        there = _layers(model, activation_name)
+        sizes = [_size(model, tokens, activation_name, axis, there, clean_cache) for axis in axis_names]
+        rows = [list(row) for row in itertools.product(*map(range, sizes))]
+        heads = {layer: _heads(model, activation_name, layer) for layer in there}
+        at_head = [i for i, axis in enumerate(axis_names) if axis.startswith("head")]
+        tried = [row[0] in there and all(row[i] < heads[row[0]] for i in at_head) for row in rows]
+        return cls(rows, tried, axis_names, sizes)
+
+    @property
+    def given(self) -> Any:
+        """They as a `PatchingResult` holds them."""
+        return self.rows if self.table is None else self.table
+
+    def frame(self) -> Any:
+        """They as a data frame.
+
+        Raises:
+            ImportError: pandas is not installed; it is not one of this package's dependencies.
+        """
+        return data_frame(self.rows, self.axis_names) if self.table is None else self.table
+
+
+def _layers(model: TransformerBridge, activation_name: str) -> list[int]:
+    """The layers that have an activation: of hybrids, some.
+
+    Raises:
+        UnknownHookError: none has.
+    """
+    names = [act_name(activation_name, layer) for layer in range(model.cfg.n_layers)]
+    found = [layer for layer, name in enumerate(names) if name in model.hook_dict or name in model.names.aliases]
+    if not found:
+        model.names.find(names[0])
+    return found
+
+
+def _size(
+    model: TransformerBridge,
+    tokens: Tensor,
+    activation_name: str,
+    axis: str,
+    there: Sequence[int],
+    clean_cache: Mapping[str, Tensor],
+) -> int:
+    """How many values an index axis has."""
+    if axis not in AXES:
+        raise ValueError(f"there is no index axis {axis!r}; there are {', '.join(AXES)}.{suggestion(axis, AXES)}")
+    if axis == "layer":
+        return model.cfg.n_layers
+    if axis.endswith("pos"):
+        return tokens.shape[1]
+    if axis == "feature":
+        hook = model.names.find(act_name(activation_name, there[0]))
+        if not hook.point.axes.endswith(" feature"):
+            raise ValueError(f"{hook.name} has the axes [{hook.point.axes}]: only a point in a basis has features")
+        return clean_activation(clean_cache, hook).shape[-1]
+    return max(_heads(model, activation_name, layer) for layer in there)
+
+
+def _heads(model: TransformerBridge, activation_name: str, layer: int) -> int:
+    """How many heads an activation has in a layer: some models have more in one than in another."""
+    axes = model.names.find(act_name(activation_name, layer)).point.axes.split()
+    attn = model.architecture.stack.block_at(layer).attn
+    if "n_key_value_heads" in axes:
+        return attn.own("n_key_value_heads", model.cfg.n_kv_heads) if attn else model.cfg.n_kv_heads
+    return attn.own("n_heads", model.cfg.n_heads) if attn else model.cfg.n_heads
+
+
+def clean_activation(clean_cache: Mapping[str, Tensor], hook: HookPoint) -> Tensor:
+    """The clean run's activation.
+
+    Args:
+        clean_cache: of that run.
+        hook: the hook point.
+
+    Raises:
+        KeyError: it was not cached.
+    """
+    if hook.name not in clean_cache:
+        how = "by default" if hook.point.group == "standard" else f"with names_filter={hook.name!r}"
+        raise KeyError(f"the clean cache does not hold {hook.name}; run_with_cache(clean_tokens) caches it {how}")
+    return clean_cache[hook.name]

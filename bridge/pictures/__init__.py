@@ -13,16 +13,11 @@ if _missing:
         "pip install 'transformer-bridge[pictures]'"
     )
 
-from bridge.pictures.attention_grids import attention
-from bridge.pictures.expert_grids import routing
+from bridge.pictures.attention_grids import attention, residual_norms, routing
 from bridge.pictures.graphs import CircuitNode, circuit
 from bridge.pictures.heat_maps import attribution, composition, heads, heat_map, patching
-from bridge.pictures.lines import residual_norms
-from bridge.pictures.page import page
-from bridge.pictures.picture import Picture
-from bridge.pictures.several import together
-from bridge.pictures.token_cells import chosen_lens, logit_lens
-from bridge.pictures.token_lines import attention_text, tokens
+from bridge.pictures.picture import Picture, page, together
+from bridge.pictures.token_lines import attention_text, chosen_lens, logit_lens, tokens
 
 __all__ = [
     "CircuitNode",

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import altair as alt
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from bridge.pictures.grid import Axis, grid
-from bridge.pictures.labels import token_labels
-from bridge.pictures.picture import Picture
-from bridge.pictures.style import diverging, sequential
-from bridge.pictures.values import checked, limit, names_for
+from bridge.pictures.heat_maps import Axis, grid
+from bridge.pictures.picture import Picture, finished, rows_chart
+from bridge.pictures.style import (
+    checked,
+    colour,
+    compact,
+    diverging,
+    limit,
+    lookup,
+    names_for,
+    of_one_prompt,
+    sequential,
+    token_labels,
+    visible,
+    without_batch,
+)
 
 #: The pixels that an overview may take, across and down.
 SCREEN = (1100, 780)
@@ -99,3 +112,127 @@ def attention(
 def _overview_cell(n: int, down: int, across: int) -> float:
     """The pixels of a cell of so many panels that a screen shows them all."""
     return max(12.0, min(72.0, SCREEN[0] / across - 3, SCREEN[1] / down - 3)) / n
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Mixtures of experts: which tokens are sent where.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def routing(
+    weights: Float[Tensor, "..."] | Mapping[int, Float[Tensor, "..."]],
+    tokens: Sequence[str],
+    *,
+    title: str = "Expert routing",
+) -> Picture:
+    """Which experts each token is sent to: experts down, tokens across, a panel for each layer.
+
+    Args:
+        weights: ``cache["blocks.0.mlp.hook_expert_weights"]``, ``[pos, expert]``, with a batch axis of 1 in front or
+            without; or a dictionary of these by layer. Experts with weight zero stay blank.
+        tokens: the text of each position: ``bridge.to_str_tokens(prompt)``.
+        title: over the picture.
+
+    Raises:
+        ValueError: other axes, a batch of several prompts, layers with different numbers of experts, a negative weight.
+
+    Example:
+        >>> import torch
+        >>> from bridge import pictures
+        >>> weights = {0: torch.rand(3, 4).softmax(-1), 2: torch.rand(3, 4).softmax(-1)}
+        >>> pictures.routing(weights, ["<bos>", " Mary", " and"])
+        Picture('Expert routing')
+    """
+    by_layer = dict(weights) if isinstance(weights, Mapping) else None
+    given = [weights] if isinstance(weights, Tensor) else list((by_layer or {}).values())
+    if not given:
+        raise ValueError(f"weights are {weights!r}; give a tensor [pos, expert], or a dictionary of them by layer")
+    tables = [without_batch(checked(each, "the weights"), 2, "weights of experts [pos, expert]") for each in given]
+    shapes = {tuple(table.shape) for table in tables}
+    if len(shapes) > 1:
+        raise ValueError(
+            f"the layers' weights have different shapes, {sorted(map(list, shapes))}: one picture for each"
+        )
+    values = torch.stack(tables).mT  # layer expert pos
+    if bool((values < 0).any()):
+        raise ValueError("weights of experts hold negative numbers: give hook_expert_weights, not hook_router_logits")
+    labels = token_labels(tokens, values.shape[-1])
+    n_experts = values.shape[-2]
+    top = limit(values)
+    values = values.masked_fill(values == 0, float("-inf"))
+    alone = by_layer is None
+    wide = max(5.0, min(26.0, (900 if alone else 480) / len(labels)))
+    high = max(3.0, min(20.0, (600 if alone else 320) / n_experts))
+    return grid(
+        values[0] if alone else values,
+        Axis("expert", [str(expert) for expert in range(n_experts)], high),
+        Axis("token", labels, wide),
+        sequential(top),
+        "weight",
+        title,
+        panels=None if by_layer is None else [f"layer {layer}" for layer in by_layer],
+        panels_wide=max(1, int(1050 // (wide * len(labels) + 20))),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Lines over layers: the norms of the residual stream.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def residual_norms(
+    stream: Float[Tensor, "..."],
+    tokens: Sequence[str],
+    labels: Sequence[str] | None = None,
+    *,
+    title: str = "Norm of the residual stream",
+) -> Picture:
+    """How long the residual stream is before each layer: a line for each position, and their median.
+
+    Args:
+        stream: what `cache.accumulated_resid` returned, ``[component, pos, d_model]``, with a batch axis of 1 after the
+            first or without.
+        tokens: the text of each position: ``bridge.to_str_tokens(prompt)``.
+        labels: the components' names, which ``return_labels=True`` gives; None: 0, 1, ...
+        title: over the picture.
+
+    Raises:
+        ValueError: other axes, a batch of several prompts, names of another number, a value that is not finite.
+
+    Example:
+        >>> from bridge import TransformerBridge, pictures
+        >>> bridge = TransformerBridge.boot_embedded()
+        >>> _, cache = bridge.run_with_cache("Mary and John")
+        >>> stream, labels = cache.accumulated_resid(return_labels=True)
+        >>> pictures.residual_norms(stream, bridge.to_str_tokens("Mary and John"), labels)
+        Picture('Norm of the residual stream')
+    """
+    norms = of_one_prompt(checked(stream, "the stream"), 3, "the stream is [component, pos, d_model]").norm(dim=-1)
+    names = [visible(name) for name in names_for(labels, len(norms), "", "labels")]
+    positions = token_labels(tokens, norms.shape[1])
+    rows = [
+        {"i": i, "p": p, "v": value}
+        for i, row in enumerate(norms)
+        for p, value in enumerate(compact(row))
+    ]  # fmt: skip
+    base = (
+        rows_chart(rows)
+        .transform_calculate(component=lookup(names, "datum.i"), token=lookup(positions, "datum.p"))
+        .encode(
+            x=alt.X("i:O", title="stream", axis=alt.Axis(labelExpr=lookup(names, "datum.value"), labelAngle=-45)),
+            y=alt.Y("v:Q", title="norm (L2)", scale=alt.Scale(type="log" if bool((norms > 0).all()) else "symlog")),
+        )
+    )
+    tooltip = [
+        alt.Tooltip("p:Q", title="position"),
+        alt.Tooltip("token:N", title="token"),
+        alt.Tooltip("component:N", title="component"),
+        alt.Tooltip("v:Q", title="norm"),
+    ]
+    each = base.mark_line(strokeWidth=1, opacity=0.45, color=colour("line")).encode(detail="p:N")
+    dots = base.mark_circle(size=28, opacity=0.75, color=colour("line")).encode(tooltip=tooltip)
+    median = base.mark_line(strokeWidth=3, color=colour("accent")).encode(y="median(v):Q", tooltip=alt.Tooltip(
+        "median(v):Q", title="median over positions", format=".3~g"
+    ))  # fmt: skip
+    told = alt.Title(title, subtitle="thin: each position; thick: their median")
+    return finished(each + median + dots, told, width=max(320, min(620, 42 * len(names))), height=260)

@@ -2,22 +2,504 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from graphlib import CycleError, TopologicalSorter
+from typing import Any, Literal
 
 import altair as alt
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from bridge.pictures.graph_marks import Graph
-from bridge.pictures.labels import token_labels, visible
-from bridge.pictures.layered_graph import columns_of, layout
-from bridge.pictures.node_details import details
-from bridge.pictures.picture import Picture
-from bridge.pictures.style import configuration, dark_parameter
-from bridge.pictures.values import checked, compact
+from bridge.pictures.picture import Picture, rows_chart
+from bridge.pictures.style import (
+    checked,
+    colour,
+    compact,
+    configuration,
+    dark_parameter,
+    lookup,
+    sequential,
+    token_labels,
+    visible,
+    width_of,
+)
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The lines and boxes of a graph that stands in columns.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+#: The chosen node, a Vega expression of its number, and whether there is one.
+PICKED = "(isValid(picked.i) ? picked.i[0] : null)"
+SOME_PICKED = "(isValid(picked.i) && isValid(picked.i[0]))"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Nodes by their numbers, where they stand, and what joins them.
+
+    Attributes:
+        pairs: sender and receiver of each line; those behind the scores are joined without one.
+        scores: of the first pairs.
+        labels, names: of each node what is written on it, and what tells it from all others.
+        places: of each node its column and its row.
+        paths: of each pair the stops after its sender.
+        rows: how high the graph is.
+        bands: the rows of tokens, at the left.
+    """
+
+    pairs: Sequence[tuple[int, int]]
+    scores: Sequence[float]
+    labels: Sequence[str]
+    names: Sequence[str]
+    places: Sequence[tuple[int, float]]
+    paths: Sequence[Sequence[tuple[int, float]]]
+    rows: float
+    bands: Sequence[tuple[str, float]]
+
+    @property
+    def box(self) -> int:
+        """The width of a node's box in pixels."""
+        return max(46, width_of(self.labels))
+
+    @property
+    def columns(self) -> int:
+        """How many columns there are."""
+        return 1 + max(column for column, _ in self.places)
+
+    @property
+    def gap(self) -> int:
+        """The pixels from one column to the next."""
+        return max(self.box + 40, min(150, 760 // self.columns))
+
+    def near(self, line: int) -> list[int]:
+        """The nodes whose edge a line is: its ends, and what is joined with them."""
+        ends = self.pairs[line]
+        joined = [pair for pair in self.pairs[len(self.scores) :] if set(pair) & set(ends)]
+        return sorted({*ends, *(node for pair in joined for node in pair)})
+
+    def strongest(self, node: int) -> float:
+        """The largest score, of either sign, of an edge at a node."""
+        return max((abs(v) for v, pair in zip(self.scores, self.pairs, strict=False) if node in pair), default=0.0)
+
+    def drawn(self, measure: str, negative_supports: bool) -> alt.LayerChart | alt.FacetChart:
+        """Lines, then boxes, then words.
+
+        Args:
+            measure: what a score is.
+            negative_supports: blue is negative.
+        """
+        margin = (width_of([token for token, _ in self.bands]) + 6) / self.gap if self.bands else 0.0
+        left, right = -0.5 - margin, self.columns - 0.5
+        across = alt.Scale(domain=[left, right], nice=False)
+        down = alt.Scale(domain=[-self.rows / 2 - 0.1, self.rows / 2 + 0.1], nice=False, reverse=True)
+
+        def x(name: str) -> alt.X:
+            return alt.X(f"{name}:Q", axis=None, scale=across)
+
+        def y(name: str) -> alt.Y:
+            return alt.Y(f"{name}:Q", axis=None, scale=down)
+
+        layers = [self._joined(x("x"), y("y")), self._lines(x("x"), y("y"), measure, negative_supports)]
+        base = rows_chart([self._node(i) for i in range(len(self.labels))]).transform_filter("datum.m >= least")
+        picked = alt.selection_point(name="picked", fields=["i"], on="click", toggle=False)
+        width = alt.condition(f"{PICKED} === datum.i", alt.value(3), alt.value(1.2))
+        layers.append(
+            base.mark_rect(fill=colour("ground"), stroke=colour("ink"), cornerRadius=4, cursor="pointer")
+            .encode(x=x("x0"), x2="x1:Q", y=y("y0"), y2="y1:Q", strokeWidth=width)
+            .add_params(picked)
+        )
+        layers.append(
+            base.mark_text(fontSize=11, color=colour("ink"), limit=self.box - 4, cursor="pointer").encode(
+                x=x("x"), y=y("y"), text="n:N", tooltip=alt.Tooltip("t:N", title="node")
+            )
+        )
+        if self.bands:
+            bands = [{"t": token, "x": left, "y": round(row, 3)} for token, row in self.bands]
+            words = rows_chart(bands).mark_text(fontSize=11, color=colour("ink"), align="left", fontStyle="italic")
+            layers.insert(0, words.encode(x=x("x"), y=y("y"), text="t:N"))
+        return alt.layer(*layers).properties(
+            width=round(self.gap * (right - left)), height=max(60, round(44 * (self.rows + 0.2)))
+        )
+
+    def _node(self, i: int) -> dict[str, Any]:
+        px, py = self.places[i]
+        half = self.box / self.gap / 2
+        corners = {"x0": px - half, "x1": px + half, "y0": py - 0.32, "y1": py + 0.32}
+        told = {"i": i, "m": self.strongest(i), "n": self.labels[i], "t": self.names[i], "x": px, "y": round(py, 3)}
+        return told | {name: round(value, 3) for name, value in corners.items()}
+
+    def _points(self, lines: Iterable[int]) -> list[dict[str, Any]]:
+        half = self.box / self.gap / 2
+        return [
+            {"e": e, "o": o, "x": round(px, 3), "y": round(py, 3), "m": min(map(self.strongest, self.pairs[e]))}
+            for e in lines
+            for o, (px, py) in enumerate(_line(self.places[self.pairs[e][0]], self.paths[e], half))
+        ]
+
+    def _joined(self, x: alt.X, y: alt.Y) -> alt.Chart:
+        return (
+            rows_chart(self._points(range(len(self.scores), len(self.pairs))))
+            .transform_filter("datum.m >= least")
+            .mark_line(interpolate="basis", strokeWidth=1.5, strokeDash=[2, 3], color=colour("ink"), opacity=0.6)
+            .encode(x=x, y=y, detail="e:N", order="o:Q")
+        )
+
+    def _lines(self, x: alt.X, y: alt.Y, measure: str, negative_supports: bool) -> alt.Chart:
+        orange = "datum.v > 0" if negative_supports else "datum.v < 0"
+        other = f"{SOME_PICKED} && indexof(datum.near, {PICKED}) < 0"
+        largest = max(map(abs, self.scores)) or 1.0
+        edges = alt.LookupData(alt.Data(values=self.edges()), "e", ["s", "r", "v", "near"])  # type: ignore[arg-type]
+        return (
+            rows_chart(self._points(range(len(self.scores))))
+            .transform_lookup("e", from_=edges)
+            .transform_calculate(size="abs(datum.v)")
+            .transform_filter("datum.size >= least")
+            .mark_line(interpolate="basis", strokeCap="round")
+            .encode(
+                x=x,
+                y=y,
+                detail="e:N",
+                order="o:Q",
+                color=alt.condition(orange, alt.value(colour("accent")), alt.value(colour("line"))),
+                opacity=alt.condition(other, alt.value(0.12), alt.value(0.85)),
+                strokeWidth=alt.StrokeWidth(
+                    "size:Q", scale=alt.Scale(domain=[0, largest], range=[0.8, 9]), legend=None
+                ),
+                tooltip=[
+                    alt.Tooltip("s:N", title="from"),
+                    alt.Tooltip("r:N", title="to"),
+                    alt.Tooltip("v:Q", title=measure),
+                ],
+            )
+        )
+
+    def edges(self) -> list[dict[str, Any]]:
+        """Each edge with its ends' names, its score, and the nodes whose edge it is."""
+        return [
+            {"e": e, "s": self.names[s], "r": self.names[r], "v": self.scores[e], "near": self.near(e)}
+            for e, (s, r) in enumerate(self.pairs[: len(self.scores)])
+        ]
+
+
+def _line(start: tuple[int, float], stops: Sequence[tuple[int, float]], half: float) -> Sequence[tuple[float, float]]:
+    """The points that guide a smooth line from a box through all stops: level at each, and straight where it passes."""
+    points: list[tuple[float, float]] = []
+    column, row = start
+    for at, (next_column, next_row) in enumerate(stops):
+        left, right = column + half, next_column - half
+        middle = (left + right) / 2
+        points += [(left, row), (middle, row), (middle, next_row), (right, next_row)]
+        if at < len(stops) - 1:
+            points.append((next_column + 0.0, next_row))
+        column, row = next_column, next_row
+    return points
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Where the nodes and lines of a graph without circles stand when everything flows from left to right.
+#
+# The layered drawing of Sugiyama et al. 1981, "Methods for Visual Understanding of Hierarchical System Structures":
+# nodes in columns, a place of its own for every line in each column that it passes, and orders in which few lines
+# cross.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+#: A node, or where an edge passes a column: the edge's number and the column.
+_Stop = str | tuple[int, int]
+#: The stops of an edge, each with its column.
+_Chain = list[tuple[int, _Stop]]
+
+_BETWEEN_BANDS = 0.3
+
+
+@dataclass(frozen=True)
+class GraphLayout:
+    """Places in columns and rows; rows are counted from the middle.
+
+    Attributes:
+        nodes: for each node its column and row.
+        paths: for each edge the stops after its sender, its receiver the last, as columns and rows.
+        n_columns, n_rows: how large it is.
+        bands: for each band its middle row and its height.
+    """
+
+    nodes: dict[str, tuple[int, float]]
+    paths: list[list[tuple[int, float]]]
+    n_columns: int
+    n_rows: float
+    bands: dict[int, tuple[float, float]]
+
+
+def columns_of(edges: Sequence[tuple[str, str]]) -> dict[str, int]:
+    """A column for each node, to the right of all that send to it, and no further left than it has to be.
+
+    Args:
+        edges: sender and receiver of each.
+
+    Raises:
+        ValueError: the edges go in a circle.
+
+    Example:
+        >>> from bridge.pictures.graphs import columns_of
+        >>> columns_of([("a", "b"), ("b", "c"), ("a", "c"), ("late", "c")])["late"]
+        1
+    """
+    senders: dict[str, list[str]] = {}
+    receivers: dict[str, list[str]] = {}
+    for sender, receiver in edges:
+        senders.setdefault(receiver, []).append(sender)
+        senders.setdefault(sender, [])
+        receivers.setdefault(sender, []).append(receiver)
+    try:
+        order = list(TopologicalSorter(senders).static_order())
+    except CycleError as error:
+        raise ValueError(f"the edges go in a circle: {' -> '.join(error.args[1])}") from error
+    column: dict[str, int] = {}
+    for node in order:
+        column[node] = max((column[sender] + 1 for sender in senders[node]), default=0)
+    for node in order:  # what nothing sends to stands just before the first that it sends to
+        if not senders[node]:
+            column[node] = min(column[receiver] for receiver in receivers[node]) - 1
+    return column
+
+
+def layout(
+    edges: Sequence[tuple[str, str]], columns: Mapping[str, int], bands: Mapping[str, int] | None = None
+) -> GraphLayout:
+    """Rows for the nodes, and the stops of each edge.
+
+    Args:
+        edges: sender and receiver of each.
+        columns: the column of each node.
+        bands: the band of each node: bands lie one under the other, in the order of their numbers; None: all in one.
+
+    Raises:
+        ValueError: a node without a column or a band, or a receiver that does not stand to the right of its sender.
+
+    Example:
+        >>> from bridge.pictures.graphs import columns_of, layout
+        >>> edges = [("a", "b"), ("b", "c"), ("a", "c")]
+        >>> layout(edges, columns_of(edges)).nodes["b"][0]
+        1
+    """
+    for edge in edges:
+        _check(edge, columns, bands)
+    shown = sorted({columns[node] for edge in edges for node in edge})
+    index = {column: i for i, column in enumerate(shown)}  # columns without a node take no room
+    nodes = dict.fromkeys(name for edge in edges for name in edge)
+    band: dict[_Stop, int] = {node: 0 if bands is None else bands[node] for node in nodes}
+    used = sorted(set(band.values()))
+    chains = [_chain(i, edge, {node: index[columns[node]] for node in edge}) for i, edge in enumerate(edges)]
+    for chain in chains:
+        band |= _bands_between(chain, band, used)
+    members: dict[int, list[_Stop]] = {i: [] for i in range(len(shown))}
+    for column, stop in [(index[columns[node]], node) for node in nodes] + [p for chain in chains for p in chain[1:-1]]:
+        members[column].append(stop)
+    heights = {
+        each: max(sum(_height(stop) for stop in stops if band[stop] == each) for stops in members.values())
+        for each in used
+    }
+    total = sum(heights.values()) + _BETWEEN_BANDS * (len(used) - 1)
+    starts = itertools.accumulate((heights[each] + _BETWEEN_BANDS for each in used), initial=0.0)
+    middle = {each: start + heights[each] / 2 - total / 2 for each, start in zip(used, starts, strict=False)}
+    row = _ordered(members, chains, lambda stops: _rows(stops, band, middle))
+    return GraphLayout(
+        nodes={stop: (c, row[stop]) for c, stops in members.items() for stop in stops if isinstance(stop, str)},
+        paths=[[(c, row[stop]) for c, stop in chain[1:]] for chain in chains],
+        n_columns=len(shown),
+        n_rows=total,
+        bands={each: (middle[each], heights[each]) for each in used},
+    )
+
+
+def _chain(number: int, edge: tuple[str, str], column: Mapping[str, int]) -> _Chain:
+    """The stops of an edge from its sender to its receiver, with their columns."""
+    sender, receiver = edge
+    between = range(column[sender] + 1, column[receiver])
+    return [(column[sender], sender), *((at, (number, at)) for at in between), (column[receiver], receiver)]
+
+
+def _bands_between(chain: _Chain, band: Mapping[_Stop, int], used: list[int]) -> dict[_Stop, int]:
+    """The bands of the stops of an edge: on a straight line from its sender's to its receiver's."""
+    (start, sender), *between, (end, receiver) = chain
+    first, last = used.index(band[sender]), used.index(band[receiver])
+    return {stop: used[round(first + (at - start) / (end - start) * (last - first))] for at, stop in between}
+
+
+def _ordered(
+    members: dict[int, list[_Stop]],
+    chains: Sequence[_Chain],
+    rows: Callable[[Sequence[_Stop]], dict[_Stop, float]],
+) -> dict[_Stop, float]:
+    """Sorts each column by where its stops' neighbours are, to and fro, so that few lines cross.
+
+    Args:
+        members: the stops of each column, which are sorted.
+        chains: those of each edge.
+        rows: the rows of a column's stops.
+    """
+    near: dict[_Stop, list[_Stop]] = {}
+    for (_, one), (_, other) in itertools.chain.from_iterable(map(itertools.pairwise, chains)):
+        near.setdefault(one, []).append(other)
+        near.setdefault(other, []).append(one)
+    row: dict[_Stop, float] = {}
+    for stops in members.values():
+        row |= rows(stops)
+    for sweep in range(12):
+        for column in sorted(members, reverse=bool(sweep % 2)):
+            members[column].sort(key=lambda stop: sum(row[other] for other in near[stop]) / len(near[stop]))
+            row |= rows(members[column])
+    return row
+
+
+def _check(edge: tuple[str, str], columns: Mapping[str, int], bands: Mapping[str, int] | None) -> None:
+    """Refuses an edge whose ends have no place, or that does not go to the right.
+
+    Raises:
+        ValueError: it does not.
+    """
+    for node in edge:
+        if node not in columns:
+            raise ValueError(f"{node!r} has no column; there are columns for {', '.join(map(repr, columns))}")
+        if bands is not None and node not in bands:
+            raise ValueError(f"{node!r} has no band, and others have one")
+    sender, receiver = edge
+    if columns[sender] >= columns[receiver]:
+        raise ValueError(
+            f"{receiver!r} (column {columns[receiver]}) must stand to the right of {sender!r} "
+            f"(column {columns[sender]}), which sends to it"
+        )
+
+
+def _height(stop: _Stop) -> float:
+    """A line that passes takes less room than a node."""
+    return 1.0 if isinstance(stop, str) else 0.4
+
+
+def _rows(stops: Sequence[_Stop], band: Mapping[_Stop, int], middle: Mapping[int, float]) -> dict[_Stop, float]:
+    """The stops of a column, those of a band one under the other around its middle."""
+    rows = {}
+    for each in middle:
+        there = [stop for stop in stops if band[stop] == each]
+        at = middle[each] - sum(map(_height, there)) / 2
+        for stop in there:
+            rows[stop] = at + _height(stop) / 2
+            at += _height(stop)
+    return rows
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a click on a node of a graph shows: its edges, its direct effect, what it attends to.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+#: Of more edges the largest are shown.
+MOST_EDGES = 18
+
+
+def details(
+    graph: Graph,
+    effects: Mapping[int, float],
+    patterns: Mapping[int, Tensor],
+    words: Sequence[str],
+    metric: str,
+    measure: str,
+) -> alt.VConcatChart:
+    """A line about the chosen node, and below it bars of its edges and its pattern; at first, of the strongest node.
+
+    Args:
+        graph: the graph.
+        effects: direct effects on the metric, by node.
+        patterns: ``[query, key]``, by node.
+        words: the tokens.
+        metric, measure: what effects and scores are.
+    """
+    first = max(
+        patterns or range(len(graph.labels)), key=lambda node: (abs(effects.get(node, 0)), graph.strongest(node))
+    )
+    shown = f"({SOME_PICKED} ? {PICKED} : {first})"
+    below = [_bars(graph, shown, measure), *([_pattern(patterns, words, shown)] if patterns else [])]
+    return alt.vconcat(_sentence(graph, effects, shown, metric), alt.hconcat(*below, spacing=30), spacing=6)
+
+
+def _sentence(graph: Graph, effects: Mapping[int, float], shown: str, metric: str) -> alt.LayerChart | alt.FacetChart:
+    said = []
+    for i, label in enumerate(graph.names):
+        effect = f"; direct effect: without what it sends to the logits, the {metric} changes by"
+        said.append({"i": i, "t": f"{label}{effect} {effects[i]:+.3g}" if i in effects else label})
+    base = rows_chart(said, width=600, height=34).transform_filter(f"datum.i === {shown}")
+    return alt.layer(
+        base.mark_text(align="left", x=0, y=8, fontSize=11, color=colour("ink")).encode(
+            text=alt.value("Click a node to see its edges here:")
+        ),
+        base.mark_text(align="left", x=0, y=26, fontSize=12, fontWeight=600, color=colour("ink")).encode(text="t:N"),
+    )
+
+
+def _bars(graph: Graph, shown: str, measure: str) -> alt.LayerChart | alt.FacetChart:
+    room = max(sum(node in graph.near(e) for e in range(len(graph.scores))) for node in range(len(graph.labels)))
+    rows = list(range(1, min(room, MOST_EDGES) + 1))
+    wide = width_of(graph.names) * 2 + 10
+    scale = alt.Scale(domain=[min(0, *graph.scores), max(0, *graph.scores)], range=[wide, wide + 200])
+    base = (
+        rows_chart(graph.edges())
+        .transform_filter(f"indexof(datum.near, {shown}) >= 0 && abs(datum.v) >= least")
+        .transform_calculate(edge="datum.s + ' to ' + datum.r", size="abs(datum.v)")
+        .transform_window(rank="row_number()", sort=[alt.SortField("size", order="descending")])
+        .transform_filter(f"datum.rank <= {MOST_EDGES}")
+        .encode(
+            y=alt.Y("rank:O", axis=None, scale=alt.Scale(domain=rows)),
+            tooltip=[alt.Tooltip("edge:N", title="edge"), alt.Tooltip("v:Q", title=measure)],
+        )
+    )
+    bars = base.mark_bar(color=colour("line")).encode(x=alt.X("v:Q", axis=None, scale=scale))
+    names = base.mark_text(align="left", fontSize=11, color=colour("ink")).encode(x=alt.value(0), text="edge:N")
+    numbers = base.mark_text(align="left", fontSize=11, color=colour("ink")).encode(x=alt.value(wide + 206), text="v:Q")
+    return alt.layer(bars, names, numbers).properties(width=wide + 250, height=18 * len(rows))
+
+
+def _pattern(patterns: Mapping[int, Tensor], words: Sequence[str], shown: str) -> alt.LayerChart | alt.FacetChart:
+    n = len(words)
+    rows = [{"i": i, "w": compact(table)} for i, table in patterns.items()]
+    cell = max(5.0, min(18.0, 320 / n))
+    places = alt.Scale(domain=list(range(n)))
+    labels: dict[str, Any] = {
+        "ticks": False,
+        "domain": False,
+        "labelOverlap": True,
+        "labelExpr": lookup(words, "datum.value"),
+    }
+    blank = (
+        rows_chart([{"t": "no head, so no pattern"}])
+        .transform_filter(f"indexof({list(patterns)}, {shown}) < 0")
+        .mark_text(align="left", x=8, y=14, fontSize=11, color=colour("ink"))
+        .encode(text="t:N")
+    )
+    cells = (
+        rows_chart(rows)
+        .transform_filter(f"datum.i === {shown}")
+        .transform_flatten(["w"])
+        .transform_window(n="row_number()")
+        .transform_calculate(r=f"floor((datum.n - 1) / {n})", c=f"(datum.n - 1) % {n}")
+        .transform_calculate(query=lookup(words, "datum.r"), key=lookup(words, "datum.c"))
+        .mark_rect(stroke=colour("ground"), strokeWidth=0.5)
+        .encode(
+            y=alt.Y("r:O", title="query", scale=places, axis=alt.Axis(**labels)),
+            x=alt.X("c:O", title="key", scale=places, axis=alt.Axis(labelAngle=-90, **labels)),
+            color=alt.Color("w:Q", scale=sequential(), legend=None),
+            tooltip=[
+                alt.Tooltip("query:N", title="query"),
+                alt.Tooltip("key:N", title="key"),
+                alt.Tooltip("w:Q", title="weight"),
+            ],
+        )
+    )
+    return alt.layer(cells, blank).properties(width=round(cell * n), height=round(cell * n))
+
 
 #: From where, to where, and how much: ``("L0H1", "L2H3", 0.7)``.
 Edge = tuple[str, str, float]

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import base64
 import copy
+import html
 import itertools
 import os
+import struct
+import zlib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +17,39 @@ import altair as alt
 import vl_convert
 
 from bridge.pictures.embedding import document, fragment, output
-from bridge.pictures.pixels import packed
 from bridge.pictures.style import configuration, dark_parameter
+
+# ----------------------------------------------------------------------------------------------------------------------
+# PNG files made smaller.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def packed(png: bytes) -> bytes:
+    """The same pixels in a file of about a quarter of the size: vl-convert hardly compresses them.
+
+    Args:
+        png: a PNG file.
+
+    Example:
+        >>> import vl_convert
+        >>> from bridge.pictures.picture import packed
+        >>> png = vl_convert.svg_to_png('<svg xmlns="http://www.w3.org/2000/svg" width="90" height="90"/>')
+        >>> len(packed(png)) <= len(png), packed(png)[:4]
+        (True, b'\\x89PNG')
+    """
+    at, data, others = 8, b"", []
+    while at < len(png):
+        (length,) = struct.unpack(">I", png[at : at + 4])
+        kind = png[at + 4 : at + 8]
+        if kind == b"IDAT":
+            data += png[at + 8 : at + 8 + length]
+        else:
+            others.append(png[at : at + 12 + length])
+        at += 12 + length
+    small = b"IDAT" + zlib.compress(zlib.decompress(data), 9)
+    chunk = struct.pack(">I", len(small) - 4) + small + struct.pack(">I", zlib.crc32(small))
+    return png[:8] + b"".join([*others[:-1], chunk, others[-1]])  # the last says that the file ends
+
 
 #: Numbers the outputs of this process: the first holds the drawing library for all.
 _outputs = itertools.count()
@@ -185,3 +220,78 @@ def rows_chart(rows: list[Any], **properties: Any) -> alt.Chart:
         properties: of the chart.
     """
     return alt.Chart(alt.Data(values=rows), **properties)  # type: ignore[arg-type]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Several pictures as one.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def together(pictures: Sequence[Picture], title: str) -> Picture:
+    """Pictures one under the other, as one picture.
+
+    Args:
+        pictures: of the kinds that only hovering answers: not circuits or `attention_text`.
+        title: over all.
+
+    Raises:
+        ValueError: none, or one that a click or a slider changes.
+
+    Example:
+        >>> import torch
+        >>> from bridge import pictures
+        >>> pictures.together([pictures.heads(torch.eye(2)), pictures.heads(torch.eye(3))], "Two models")
+        Picture('Two models')
+    """
+    if not pictures:
+        raise ValueError("there are no pictures to be put together")
+    charts, panels = [], []
+    for picture in pictures:
+        spec = picture.spec()
+        panels.append(spec.get("usermeta", {}).get("wrap", 0))
+        if [parameter["name"] for parameter in spec["params"]] != ["dark"]:
+            raise ValueError(f"{picture!r} has parts that answer a click: it stands alone, or on a `page`")
+        chart: Any = copy.deepcopy(picture.chart)
+        chart.config = chart.params = chart.usermeta = alt.Undefined
+        charts.append(chart)
+    whole = alt.vconcat(*charts, spacing=24).resolve_scale(color="independent")
+    return finished(whole, alt.Title(title, fontSize=16), usermeta={"wrap": panels})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Pages that tell something in words and pictures.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def page(title: str, parts: Iterable[str | Picture]) -> str:
+    """One HTML page of words and pictures that needs nothing but itself.
+
+    Args:
+        title: its title and first heading.
+        parts: in order, pictures and paragraphs of text. A text that starts with ``## `` is a heading.
+
+    Returns:
+        The page, to be written to a file.
+
+    Raises:
+        TypeError: a part that is neither a text nor a picture.
+
+    Example:
+        >>> import torch
+        >>> from bridge import pictures
+        >>> picture = pictures.heads(torch.tensor([[1.0, -1.0]]))
+        >>> text = pictures.page("Two heads", ["## One layer", "They differ.", picture])
+        >>> text.startswith("<!doctype html>"), "<h2>One layer</h2>" in text
+        (True, True)
+    """
+    return document(title, "\n".join([f"<h1>{html.escape(title)}</h1>", *map(_part, parts)]))
+
+
+def _part(part: str | Picture) -> str:
+    if isinstance(part, Picture):
+        return part.fragment()
+    if not isinstance(part, str):
+        raise TypeError(f"a part of a page is {type(part).__name__}; it must be a text or a picture")
+    if part.startswith("## "):
+        return f"<h2>{html.escape(part[3:])}</h2>"
+    return f"<p>{html.escape(part)}</p>"

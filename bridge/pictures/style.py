@@ -6,7 +6,15 @@ ground, and a page that changes its ground changes that parameter and nothing el
 
 from __future__ import annotations
 
+import json
+import math
+import unicodedata
+from collections.abc import Sequence
+from typing import Protocol
+
 import altair as alt
+import torch
+from torch import Tensor
 
 FONT = "system-ui, 'Segoe UI', 'Liberation Sans', Arial, sans-serif"
 
@@ -182,3 +190,294 @@ def configuration() -> alt.Config:
             titleBaseline="bottom", offset=8,
         ),
     )  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tokens and other names as they stand in a picture.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Vocabulary(Protocol):
+    """What can say a token's text: a `TransformerBridge` with a tokenizer."""
+
+    def to_single_str_token(self, int_token: int) -> str:
+        """The text of a token."""
+        ...
+
+
+class KnowsWords(Protocol):
+    """What can say a word's token: a `TransformerBridge` with a tokenizer."""
+
+    def to_single_token(self, string: str) -> int:
+        """The token of a text."""
+        ...
+
+
+_SHOWN = {" ": "·", "\n": "↵", "\r": "␍", "\t": "⇥"}
+
+
+def visible(text: str) -> str:
+    """A token's text with spaces and line ends that can be seen.
+
+    A space is ``·``, a line feed ``↵``, a tab ``⇥``, the empty text ``∅``. Other characters without a shape, and these
+    signs themselves, are shown by their number, so that no two texts look the same.
+
+    Args:
+        text: the token's text.
+
+    Example:
+        >>> from bridge.pictures.style import visible
+        >>> visible(" Mary"), visible("\\n\\n"), visible("")
+        ('·Mary', '↵↵', '∅')
+        >>> visible("\\x00"), visible("·")
+        ('\\\\x00', '\\\\xb7')
+    """
+    return "".join(map(_shown, text)) or "∅"
+
+
+def _shown(character: str) -> str:
+    if character in _SHOWN:
+        return _SHOWN[character]
+    unseen = unicodedata.category(character)[0] in "CZ" or character in (*_SHOWN.values(), "∅", "\\")
+    if not unseen:
+        return character
+    number = ord(character)
+    if character == "\\":
+        return "\\\\"
+    return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
+
+
+def token_labels(tokens: Sequence[str], n: int, what: str = "tokens") -> list[str]:
+    """The labels of positions, one for each.
+
+    Args:
+        tokens: the text of each position.
+        n: how many positions there are.
+        what: the argument's name, for errors.
+
+    Raises:
+        TypeError: something else than a list of texts.
+        ValueError: another number of them.
+
+    Example:
+        >>> from bridge.pictures.style import token_labels
+        >>> token_labels(["<bos>", " Mary"], 2)
+        ['<bos>', '·Mary']
+    """
+    if isinstance(tokens, str | Tensor) or not all(isinstance(token, str) for token in tokens):
+        raise TypeError(
+            f"{what} is {type(tokens).__name__} {_short(tokens)}; give a list with the text of each position, such as "
+            "bridge.to_str_tokens(prompt)"
+        )
+    if len(tokens) != n:
+        raise ValueError(f"there are {len(tokens)} {what}, and {n} positions in the values: {_short(list(tokens))}")
+    return [visible(token) for token in tokens]
+
+
+def _short(value: object) -> str:
+    text = repr(value).replace("\n", " ")
+    return text if len(text) < 80 else f"{text[:76]} ..."
+
+
+def lookup(labels: Sequence[str], index: str) -> str:
+    """A Vega expression: the label with a number.
+
+    Args:
+        labels: all labels.
+        index: an expression for the number.
+
+    Example:
+        >>> from bridge.pictures.style import lookup
+        >>> lookup(["a", "·b"], "datum.value")
+        '["a", "\\\\u00b7b"][datum.value]'
+    """
+    return f"{json.dumps(list(labels))}[{index}]"
+
+
+def width_of(labels: Sequence[str]) -> int:
+    """About how many pixels the longest label takes, at most 120.
+
+    Args:
+        labels: what is to be written, in the size of an axis.
+
+    Example:
+        >>> from bridge.pictures.style import width_of
+        >>> width_of(["abc"]) < width_of(["abcdef"])
+        True
+    """
+    return min(120, 8 + 7 * max(map(wide, labels), default=0))
+
+
+def wide(text: str) -> int:
+    """How many letters' room a text takes.
+
+    Args:
+        text: the text.
+
+    Example:
+        >>> from bridge.pictures.style import wide
+        >>> wide("ab"), wide("日本")
+        (2, 4)
+    """
+    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Numbers for a picture: checked, and as few digits as the eye can use.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def checked(values: Tensor, what: str, masked: bool = False, absent: Tensor | None = None) -> Tensor:
+    """The values as float64 on the CPU, outside of autograd.
+
+    Args:
+        values: any tensor of numbers.
+        what: what they are, for errors.
+        masked: minus infinity may stand where there is nothing.
+        absent: of the shape of the values, where a NaN says that there is nothing; None: nowhere.
+
+    Raises:
+        TypeError: no tensor, or one of truth values or complex numbers.
+        ValueError: it is empty, or holds a NaN or an infinity, which would be a hole in the picture.
+
+    Example:
+        >>> import torch
+        >>> from bridge.pictures.style import checked
+        >>> checked(torch.ones(2, dtype=torch.bfloat16), "scores").dtype
+        torch.float64
+    """
+    if not isinstance(values, Tensor):
+        raise TypeError(f"{what} must be a tensor; it is {type(values).__name__}")
+    if values.is_complex() or values.dtype == torch.bool:
+        raise TypeError(f"{what} is a tensor of {values.dtype}; a picture needs real numbers")
+    if not values.numel():
+        raise ValueError(f"{what} of shape {list(values.shape)} hold no value")
+    values = values.detach().to("cpu", torch.float64)
+    bad = ~values.isfinite()
+    if masked:
+        bad &= values != -math.inf
+    if absent is not None:
+        bad &= ~absent
+    if bad.any():
+        place = bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"{what} of shape {list(values.shape)} hold {int(bad.sum())} values that are no finite numbers, the first "
+            f"of them {values[tuple(place)].item()} at {place}"
+        )
+    return values
+
+
+def without_batch(values: Tensor, ndim: int, what: str) -> Tensor:
+    """The values of one prompt.
+
+    Args:
+        values: with or without a batch axis of one in front.
+        ndim: how many axes there are without it.
+        what: what they are, with their axes, for errors.
+
+    Raises:
+        ValueError: other axes, or a batch of several.
+
+    Example:
+        >>> import torch
+        >>> from bridge.pictures.style import without_batch
+        >>> without_batch(torch.ones(1, 4, 3), 2, "contributions [layer, head]").shape
+        torch.Size([4, 3])
+    """
+    if values.ndim == ndim:
+        return values
+    if values.ndim == ndim + 1 and len(values) == 1:
+        return values[0]
+    several = values.ndim == ndim + 1
+    hint = f"; the first axis has {len(values)} rows: take one, [0], or their mean, .mean(0)" if several else ""
+    raise ValueError(
+        f"{what} are asked for, with a batch axis of 1 or without; the shape is {list(values.shape)}{hint}"
+    )
+
+
+def of_one_prompt(values: Tensor, ndim: int, what: str) -> Tensor:
+    """The values of components in one prompt.
+
+    Args:
+        values: with or without a batch axis of one after the first.
+        ndim: how many axes there are without it.
+        what: what they are, with their axes, for errors.
+
+    Raises:
+        ValueError: other axes, or a batch of several.
+
+    Example:
+        >>> import torch
+        >>> from bridge.pictures.style import of_one_prompt
+        >>> of_one_prompt(torch.ones(5, 1, 3), 2, "attributions are [component, pos]").shape
+        torch.Size([5, 3])
+    """
+    kept = values.squeeze(1) if values.ndim == ndim + 1 else values
+    if kept.ndim != ndim:
+        raise ValueError(f"{what}, of one prompt; the shape is {list(values.shape)}")
+    return kept
+
+
+def compact(values: Tensor, digits: int = 3) -> list[float | None]:
+    """The values in order, rounded to some digits; None for what is not finite.
+
+    Args:
+        values: any shape.
+        digits: how many of each number count.
+
+    Example:
+        >>> import torch
+        >>> from bridge.pictures.style import compact
+        >>> compact(torch.tensor([0.123456, -float("inf"), 2.0]))
+        [0.123, None, 2]
+    """
+    return [_rounded(value, digits) for value in values.flatten().tolist()]
+
+
+def _rounded(value: float, digits: int) -> float | None:
+    if not math.isfinite(value):
+        return None
+    short = float(f"{value:.{digits}g}")
+    return int(short) if short == int(short) and abs(short) < 1e15 else short
+
+
+def limit(values: Tensor) -> float:
+    """The largest absolute value, of those that are finite.
+
+    Args:
+        values: any shape.
+
+    Example:
+        >>> import torch
+        >>> from bridge.pictures.style import limit
+        >>> limit(torch.tensor([-3.0, 2.0]))
+        3.0
+    """
+    finite = values[values.isfinite()]
+    return float(f"{finite.abs().max().item():.3g}") if finite.numel() else 0.0
+
+
+def names_for(labels: Sequence[str] | None, n: int, default: str, what: str) -> list[str]:
+    """Given names, or numbered ones.
+
+    Args:
+        labels: one name for each; None: `default` and a number.
+        n: how many.
+        default: such as ``head``.
+        what: the argument's name, for errors.
+
+    Raises:
+        ValueError: another number of names.
+
+    Example:
+        >>> from bridge.pictures.style import names_for
+        >>> names_for(None, 2, "head ", "heads")
+        ['head 0', 'head 1']
+    """
+    if labels is None:
+        return [f"{default}{index}" for index in range(n)]
+    if isinstance(labels, str):
+        raise TypeError(f"{what} is {labels!r}; give a list of {n} names")
+    if len(labels) != n:
+        raise ValueError(f"there are {len(labels)} {what}, and {n} are needed: {list(labels)}")
+    return [str(label) for label in labels]

@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from adapters.imports.lazily import lazily
+from adapters.imports import lazily
 
 if TYPE_CHECKING:
-    from bridge.programs import program as program
+    from bridge.programs import programs as programs
 
-__getattr__, __dir__ = lazily(__name__, "program")
+__getattr__, __dir__ = lazily(__name__, "programs")

@@ -8,11 +8,12 @@ torch attaches its graphs.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from typing import Any, Protocol
@@ -25,18 +26,113 @@ from torch._dynamo import mark_static, maybe_mark_dynamic
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.fx.experimental import _config as shapes_config
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from adapters.views import Kwargs
-from bridge.interventions.operation import Operation
-from bridge.programs.blocks import compile_once, compile_one_by_one
-from bridge.programs.edits import Body
-from bridge.programs.functions import Function
-from bridge.programs.generation import Run
-from bridge.programs.lower import Lowered
-from bridge.programs.shells import HOOKS
-from bridge.programs.sites import LoweredSite
-from bridge.programs.taps import LoweredTap
+from adapters.views import Args, Kwargs
+from bridge.interventions.operations import Operation
+from bridge.programs.lower import HOOKS, Body, Lowered, LoweredTap
+from bridge.programs.program_pass import Function, LoweredSite
 from bridge.wiring.wiring import Wiring
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Blocks that a program only runs are compiled once for all of them, by torch's `nested_compile_region`.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@torch.compiler.nested_compile_region
+def _run(each: LikeOthers, args: Args, kwargs: Kwargs) -> object:
+    # Given a block itself, torch would trace the first one alone, and have no guards on what the others are.
+    return type(each.block).forward(each.block, *args, **kwargs)
+
+
+class LikeOthers:
+    """The forward of a block in which a program has nothing to do.
+
+    Args:
+        block: the block's module object.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self.block = block
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """The block's own forward; compiled, the code of the first block that is like it."""
+        given = (*args, *kwargs.values())
+        if torch.compiler.is_dynamo_compiling() and all(_is_plain(value) for value in given):
+            return _run(self, args, kwargs)
+        return type(self.block).forward(self.block, *args, **kwargs)
+
+
+def compile_once(blocks: Iterable[nn.Module]) -> None:
+    """Has blocks compiled once for all that are alike. Those with hooks inside are compiled one by one.
+
+    Args:
+        blocks: the module objects of a program.
+    """
+    for block in blocks:
+        if "forward" not in block.__dict__ and not any(_is_seen(part) for part in block.modules() if part is not block):
+            block.__dict__["forward"] = LikeOthers(block).__call__
+
+
+def compile_one_by_one(blocks: Iterable[nn.Module]) -> None:
+    """Takes that back.
+
+    Args:
+        blocks: likewise.
+    """
+    for block in blocks:
+        if isinstance(getattr(block.__dict__.get("forward"), "__self__", None), LikeOthers):
+            del block.__dict__["forward"]
+
+
+def _is_seen(module: nn.Module) -> bool:
+    """Whether something stands at a module, or in the place of its forward."""
+    return "forward" in module.__dict__ or any(getattr(module, hooks) for hooks in HOOKS)
+
+
+def _is_plain(value: object) -> bool:
+    """Whether an argument may cross into code that is compiled by itself: no cache of keys and values."""
+    if isinstance(value, tuple):
+        return all(isinstance(each, Tensor) for each in value)
+    return value is None or isinstance(value, Tensor | bool)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A program in the place of the model inside of transformers' `generate`.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+#: What runs a program: tokens, the declared inputs, the model's further arguments.
+Run = Callable[[Tensor | None, Mapping[str, Tensor], Kwargs], Kwargs]
+
+
+def generating(model: PreTrainedModel, run: Run, inputs: Mapping[str, Tensor]) -> PreTrainedModel:
+    """A model whose forward is a program's, and whose `generate` is transformers' own.
+
+    Args:
+        model: the program's module objects.
+        run: runs the program.
+        inputs: the declared inputs of every step.
+
+    Raises:
+        ValueError: the model has an encoder, which `generate` calls by itself.
+    """
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(model).__name__} has an encoder, which generate runs by itself, outside of a program: use "
+            "bridge.generate inside `with bridge.hooks(...)`"
+        )
+    other = copy.copy(model)
+
+    def step(input_ids: Tensor | None = None, **given: object) -> CausalLMOutputWithPast:
+        given.pop("return_dict", None)
+        made = run(input_ids, inputs, {name: value for name, value in given.items() if value is not None})
+        return CausalLMOutputWithPast(logits=made["logits"], past_key_values=made.get("past_key_values"))
+
+    functools.update_wrapper(step, model.forward)  # whose signature `generate` asks for
+    other.__dict__["forward"] = step
+    return other
+
 
 _LOGGER = logging.getLogger("bridge")
 

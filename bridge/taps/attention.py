@@ -3,7 +3,8 @@
 One mode sees the torch functions that an attention module calls. Eager attention calls a softmax: its input is the
 scores, its output the pattern. Others call `scaled_dot_product_attention`: while someone changes scores or pattern, the
 same is computed in full in its place; for those who only look, it is computed later from what the kernel was given.
-Kernels that are no torch functions are reached through transformers' `AttentionInterface` (see `bridge.taps.kernels`).
+Kernels that are no torch functions are reached through transformers' `AttentionInterface` (see
+`bridge.taps.attention_call`).
 """
 
 from __future__ import annotations
@@ -18,16 +19,23 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.hooks import RemovableHandle
 from transformers import Cache
 
-from adapters.gathering import Cut
-from adapters.observe.functions import FLAT_PRODUCT, PRODUCTS, SOFTMAXES
-from adapters.observe.softmaxes import STEPS, SoftmaxByHand, may_be_step
-from adapters.offloaded import materialized
+from adapters.linear import materialized
+from adapters.observe.observe import FLAT_PRODUCT, PRODUCTS, SOFTMAXES, STEPS, SoftmaxByHand, may_be_step
+from adapters.spread import Cut
 from adapters.views import Args, Call, Kwargs
-from adapters.views.kernel_arguments import KernelArguments
-from bridge.hooks.hook_point import HookPoint
-from bridge.taps.attention_call import AttentionCall, softmax_of, with_heads
-from bridge.taps.deferred_attention import DeferredAttention, autocasts
-from bridge.taps.kernels import KernelTap, implementation_of, is_looked_up, watched_kernel
+from adapters.views.attention import KernelArguments
+from bridge.hooks.hooks import HookPoint
+from bridge.taps.attention_call import (
+    AttentionCall,
+    DeferredAttention,
+    KernelTap,
+    autocasts,
+    implementation_of,
+    is_looked_up,
+    softmax_of,
+    watched_kernel,
+    with_heads,
+)
 from bridge.taps.tap import RunCall, Tap, TappedCall, Watch, noop_hook
 
 _PRODUCT = ("q", "k")

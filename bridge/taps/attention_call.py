@@ -5,19 +5,117 @@ A kernel such as `scaled_dot_product_attention` never holds the scores. Its argu
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
 from torch.nn.functional import dropout
+from torch.overrides import TorchFunctionMode
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.import_utils import is_torch_flex_attn_available
 
-from adapters.gathering import Cut
-from adapters.views.kernel_arguments import KernelArguments
-from bridge.taps.attention_mask import Positions, additive_mask, causal_mask, of_queries
+from adapters.spread import Cut
+from adapters.views import Args, Call, Deferred, Kwargs, View
+from adapters.views.attention import KernelArguments
+from bridge.taps.tap import LOCK, PatchedFunction, calling_instead
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What kernels that are no torch functions mean by their masks, as a mask to be added to the scores.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+#: Which positions of an axis: as they are indexed with.
+Positions = slice | Tensor
+
+
+def additive_mask(
+    kernel: str,
+    query: Shaped[Tensor, "batch head pos d_head"],
+    key: Shaped[Tensor, "batch kv_head key_pos d_head"],
+    mask: Any,
+    options: Mapping[str, Any],
+    chosen: Positions | None = None,
+) -> Tensor | None:
+    """Which keys each query may see.
+
+    Args:
+        kernel: the attention implementation.
+        query, key: what it was given.
+        mask: what it was given.
+        options: what it was given besides (`is_causal`, `sliding_window`).
+        chosen: which queries are asked about; None: all.
+
+    Returns:
+        A tensor that broadcasts to ``[batch, head, pos, key_pos]``: true where attention is allowed, or to be added to
+        the scores; None: everything is allowed.
+    """
+    if isinstance(mask, Tensor) and mask.ndim == 4:
+        return of_queries(mask, chosen)
+    if kernel == "flex_attention" and is_torch_flex_attn_available():
+        from torch.nn.attention.flex_attention import BlockMask, create_mask
+
+        if isinstance(mask, BlockMask):
+            shape = (query.shape[0], 1, query.shape[2], key.shape[2])
+            return of_queries(create_mask(mask.mask_mod, *shape, device=query.device), chosen)
+        return _causal(query, key, options, chosen, last_aligned=False)
+    allowed = _causal(query, key, options, chosen, last_aligned=True)
+    if mask is not None:
+        padding = mask[:, None, None, :].bool()
+        allowed = padding if allowed is None else allowed & padding
+    return allowed
+
+
+def of_queries(x: Tensor, chosen: Positions | None) -> Tensor:
+    """The rows of some queries.
+
+    Args:
+        x: ``[..., pos, any]``, or with one row for all queries.
+        chosen: which queries; None: all.
+    """
+    return x if chosen is None or x.ndim < 2 or x.shape[-2] == 1 else x[..., chosen, :]
+
+
+def causal_mask(
+    query: Shaped[Tensor, "batch head pos d_head"],
+    key: Shaped[Tensor, "batch kv_head key_pos d_head"],
+    chosen: Positions | None = None,
+    offset: int = 0,
+    window: int | None = None,
+) -> Shaped[Tensor, "chosen key_pos"]:
+    """Each query sees the keys up to its own place.
+
+    Args:
+        query, key: as they were given to the kernel.
+        chosen: which queries are asked about; None: all.
+        offset: at which key the first query is.
+        window: how many keys it sees; None: all that come before.
+    """
+    rows = torch.arange(query.shape[2], device=query.device)[:, None] + offset
+    columns = torch.arange(key.shape[2], device=query.device)[None, :]
+    rows = rows if chosen is None else rows[chosen]
+    allowed = columns <= rows
+    return allowed if window is None else allowed & (columns > rows - window)
+
+
+def _causal(
+    query: Tensor, key: Tensor, options: Mapping[str, Any], chosen: Positions | None, last_aligned: bool
+) -> Tensor | None:
+    """Which keys each query may see where only "causal" was said; None: all of them.
+
+    Flex attention aligns the first query with the first key, flash attention the last with the last.
+    """
+    queries, keys = query.shape[2], key.shape[2]
+    window = options.get("sliding_window") if last_aligned else None
+    if (queries == 1 and window is None) or not options.get("is_causal", True):
+        return None
+    return causal_mask(query, key, chosen, keys - queries if last_aligned else 0, window)[None, None]
 
 
 @dataclass(slots=True)
@@ -234,3 +332,203 @@ def _writes_over() -> bool:
 
 def _kept(x: Tensor) -> Tensor:
     return x.clone() if x.is_inference() else x.detach() if x.requires_grad else x
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Attention functions that transformers looks up by name in `AttentionInterface`.
+#
+# While a module's scores, pattern, or rotated queries and keys are watched, the entry of the implementation that it was
+# loaded with is replaced by one that asks the watch first; what the model sees of itself stays as it is. Where the
+# function calls torch functions (sdpa, a user's own), they are watched; of kernels that are none (flash, flex), the
+# arguments say everything.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+#: What is called before a kernel: it is given the call, and what runs the kernel on queries and keys.
+BeforeKernel = Callable[[AttentionCall, Callable[[Tensor, Tensor], Tensor]], Tensor]
+
+
+def implementation_of(module: nn.Module) -> str | None:
+    """The attention implementation that a module was loaded with."""
+    # Straight from its dictionary: a configuration's own attribute access takes microseconds.
+    config = module.__dict__.get("config")
+    if config is None:
+        return None
+    implementation: str | None = object.__getattribute__(config, "__dict__").get("_attn_implementation_internal")
+    return implementation
+
+
+@functools.cache
+def is_looked_up(forward: Callable[..., object], implementation: str | None) -> bool:
+    """Whether the forward of a class of modules finds the function of an implementation in `AttentionInterface`.
+
+    Not where it looks in one of its own (Doge).
+    """
+    function = inspect.unwrap(forward)
+    code = getattr(function, "__code__", None)
+    names: tuple[str, ...] = () if code is None else code.co_names
+    looks = "ALL_ATTENTION_FUNCTIONS" in names and implementation not in (None, "eager")
+    found = getattr(function, "__globals__", {}).get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
+    return looks and found is ALL_ATTENTION_FUNCTIONS
+
+
+def is_opaque(implementation: str) -> bool:
+    """Whether an implementation is no torch function, so that only its arguments can be seen: its mask is known."""
+    return "flash" in implementation or implementation == "flex_attention"
+
+
+class _Kernel(PatchedFunction):
+    """Patches one implementation in `AttentionInterface`, which looks at its own entries and at those for all."""
+
+    def __init__(self, namespace: MutableMapping[str, Any], name: str) -> None:
+        super().__init__(namespace, name)
+        self._local = ALL_ATTENTION_FUNCTIONS._local_mapping.get(name)
+
+    @property
+    def own(self) -> Callable[..., Any]:
+        """The function; one that is registered for all may be registered anew at any time."""
+        return self._local or ALL_ATTENTION_FUNCTIONS._global_mapping[self.name]
+
+    def restore(self) -> None:
+        """Puts back the entry of its own, if there was one."""
+        if self._local is None:
+            del self.namespace[self.name]
+        else:
+            self.namespace[self.name] = self._local
+
+
+class KernelTap:
+    """Sees to it that the attention function of a module can be watched.
+
+    The patched function is there as long as anything holds on to it, so that it is not made anew for each
+    call.
+    """
+
+    def __init__(self) -> None:
+        self._kernel: _Kernel | None = None
+        self._uninstall: Callable[[], object] = lambda: None
+
+    def install(self, implementation: str) -> None:
+        """Patches an implementation."""
+        if self._kernel is ALL_ATTENTION_FUNCTIONS[implementation]:
+            return
+        with LOCK:
+            if self._kernel is ALL_ATTENTION_FUNCTIONS[implementation]:
+                return  # another thread was quicker
+            self.uninstall()
+            self._kernel = _Kernel.install(ALL_ATTENTION_FUNCTIONS, implementation)
+            self._uninstall = self._kernel.uninstalled_with(self)
+
+    def uninstall(self) -> None:
+        """Lets go of it."""
+        if self._kernel is not None:
+            with LOCK:
+                self._kernel = None
+                self._uninstall()
+
+
+def watched_kernel(module: nn.Module, watch: TorchFunctionMode, before: BeforeKernel) -> AbstractContextManager[None]:
+    """Watches the attention function of a module whose `KernelTap` stands, inside a ``with`` statement.
+
+    Args:
+        module: the attention module.
+        watch: sees the torch functions that it calls.
+        before: called before it, where it is no torch function.
+    """
+
+    def instead(own: Callable[..., Any], name: str, args: Args, options: Kwargs) -> object:
+        if args[0] is not module:
+            return own(*args, **options)
+        if not is_opaque(name):
+            with watch:
+                return own(*args, **options)
+        return _before_opaque(own, name, before, *args, **options)
+
+    return calling_instead(instead)
+
+
+def _before_opaque(
+    own: Callable[..., Any],
+    name: str,
+    before: BeforeKernel,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Calls a kernel of which only the arguments can be seen."""
+    weights: list[Tensor | None] = [None]
+
+    def run(query: Tensor, key: Tensor) -> Tensor:
+        output, weights[0] = own(module, query, key, value, attention_mask, **options)
+        result: Tensor = output.transpose(1, 2)
+        return result
+
+    known = {"is_causal": getattr(module, "is_causal", True)} | {
+        option: given for option, given in options.items() if given is not None
+    }
+    call = AttentionCall(
+        query,
+        key,
+        value,
+        attention_mask,
+        query.shape[1],
+        scale=options.get("scaling"),
+        dropout=options.get("dropout") or 0.0,
+        kernel=name,
+        options=known,
+    )
+    z = before(call, run)
+    return z.transpose(1, 2).contiguous(), weights[0]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Scores and patterns that a cache holds, computed when it is asked for them.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def autocasts(device: str) -> bool:
+    """Whether `torch.autocast` is on for this type of device."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+class DeferredAttention(Deferred):
+    """Scores or a pattern, computed when asked for.
+
+    Args:
+        view: of the hook point.
+        attention: the call of the kernel.
+        channel: ``scores`` or ``pattern``.
+        call: as the view sees it.
+        seen: the versions of what it is computed from.
+        waits: it can be computed after the run, whose precision `torch.autocast` did not choose.
+    """
+
+    __slots__ = ("_waits", "attention", "channel")
+
+    def __init__(
+        self, view: View, attention: AttentionCall, channel: str, call: Call, seen: tuple[int, ...], waits: bool
+    ) -> None:
+        self.view, self.x, self.attention, self.channel, self.call = view, attention.query, attention, channel, call
+        self._seen, self._waits = seen, waits
+
+    @property
+    def n_rows(self) -> int:
+        return self.attention.n_queries
+
+    @property
+    def keeps_more(self) -> bool:
+        """Queries and keys grow with the prompt; scores and patterns with its square."""
+        return False
+
+    def _versions(self) -> tuple[int, ...]:
+        return self.attention.versions()
+
+    def _at_site(self, rows: slice | Tensor | None) -> Tensor:
+        device = self.x.device.type
+        attention = self.attention if rows is None else self.attention.of_queries(rows)
+        with torch.autocast(device, enabled=False) if self._waits and autocasts(device) else nullcontext():
+            scores = attention.scores()
+            return scores if self.channel == "scores" else attention.pattern(scores, over=True)

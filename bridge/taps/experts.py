@@ -8,17 +8,293 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
-from adapters.experts import gate_and_up, joined
-from adapters.views import Call, Kwargs
-from bridge.taps.experts_watch import ExpertsWatch, operands
-from bridge.taps.spread_experts import SpreadExpertsWatch, all_numbered, is_spread
-from bridge.taps.tap import RunCall, Tap, Watch
+from adapters.feed_forward import first_projection, gate_and_up, has_gate, joined, stacked, width
+from adapters.observe.observe import CHOICES, LINEAR_PRODUCTS
+from adapters.spread import Summed, SummedGradients
+from adapters.views import Args, Call, Kwargs
+from bridge.taps.tap import RunCall, Tap, TappedCall, Watch
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Seeing each expert's projections while the module that holds all of them computes one after the other.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+#: What adds a bias to a product.
+SUMS = {torch.add, Tensor.add, Tensor.__add__}
+
+
+class ExpertsWatch(Watch):
+    """Shows what enters and leaves each expert's projections while it is active, by `ExpertsTap`'s channels.
+
+    Args:
+        tap: the tap.
+        call: the call of the module.
+    """
+
+    def __init__(self, tap: Tap, call: Call) -> None:
+        super().__init__(RunCall(tap, call))
+        self._tap, self._call = tap, call
+        self._ran: set[int] = set()
+        self._first, self._stacked = first_projection(tap.module), stacked(tap.module)
+        self._given: dict[int, Tensor] = {}
+
+    def call(self, func: Callable[..., Any], args: tuple[object, ...], kwargs: Kwargs) -> Any:
+        """Shows what enters and leaves the projections."""
+        if func not in LINEAR_PRODUCTS and func not in SUMS:
+            return func(*args, **kwargs)
+        x, other = operands(args, kwargs)
+        module: Any = self._tap.module
+        if self._stacked:
+            return self._of_stacked(func, x, other, args, kwargs)
+        if func in LINEAR_PRODUCTS:
+            for weight, channel in ((self._first, "in"), ("down_proj", "post")):
+                expert = self.which(other, weight)
+                if expert is not None:
+                    x = self._show(expert, channel, x)
+                    args, kwargs = ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "input": x})
+        made = self.made(func, args, kwargs)
+        if (func in SUMS) != module.has_bias:
+            return made
+        # What a projection makes is complete when its bias, where there is one, is added to the product.
+        ends = "_bias" if module.has_bias else ""
+        expert = self.which(other, f"down_proj{ends}")
+        if expert is not None:
+            return self._show(expert, "out", made)
+        expert = self.which(other, f"{self._first}{ends}")
+        if expert is None:
+            return made
+        self._ran.add(expert)
+        if not has_gate(module):
+            return self._show(expert, "pre", made)
+        gate, pre = gate_and_up(module, made)
+        return joined(module, self._show(expert, "gate", gate), self._show(expert, "pre", pre))
+
+    def _of_stacked(
+        self, func: Callable[..., Any], x: Any, other: Any, args: tuple[object, ...], kwargs: Kwargs
+    ) -> Any:
+        """Shows what enters and leaves projections that are apart: gate and up are given the same."""
+        if func in LINEAR_PRODUCTS:
+            for part, channel in (("W_gate", "gate"), ("W_in", "pre"), ("W_out", "out")):
+                expert = _which(other, self._stacked[part], turned=part != "W_out")
+                if expert is None:
+                    continue
+                self._ran.add(expert)
+                if part == "W_out":
+                    x = self._show(expert, "post", x)
+                elif expert not in self._given:
+                    x = self._given[expert] = self._show(expert, "in", x)
+                else:
+                    x = self._given[expert]
+                return self._show(expert, channel, func(x, *args[1:], **kwargs))
+        return func(*args, **kwargs)
+
+    def which(self, weight: Any, name: str) -> int | None:
+        """Which expert's part of a parameter this is; None where it is none.
+
+        Args:
+            weight: an operand.
+            name: of the parameter.
+        """
+        return _which(weight, getattr(self._tap.module, name))
+
+    def made(self, func: Callable[..., Any], args: tuple[object, ...], kwargs: Kwargs) -> Any:
+        """What a product or a sum is."""
+        return func(*args, **kwargs)
+
+    def _show(self, expert: int, channel: str, x: Tensor) -> Tensor:
+        return self._tap.show(f"{expert}.{channel}", x, self._call)
+
+    def show_idle_experts(self) -> None:
+        """Shows the experts that did not run, without rows."""
+        module: Any = self._tap.module
+        shown: set[str] = set()
+        # One after the other: a hook may let go of points, or ask for further ones.
+        while waiting := [channel for channel in self._tap.points if channel not in shown]:
+            channel = waiting[0]
+            shown.add(channel)
+            expert, part = channel.split(".")
+            if int(expert) not in self._ran:
+                cut = self._tap.cuts.get(channel)
+                neurons = width(module) // (1 if cut is None else cut.parts)
+                size = self._call.input.shape[-1] if part in ("in", "out") else neurons
+                self._tap.show(channel, self._call.input.new_empty(0, size), self._call)
+
+
+def operands(args: tuple[object, ...], kwargs: Kwargs) -> tuple[Any, Any]:
+    """The two tensors of a product or a sum, however they are named."""
+    first = args[0] if args else kwargs.get("input")
+    names = ("other", "weight", "mat2")
+    return first, args[1] if len(args) > 1 else next((kwargs[name] for name in names if name in kwargs), None)
+
+
+def _which(weight: Any, everyone: Tensor, *, turned: bool = False) -> int | None:
+    """Which expert's part of a parameter, or of its transpose (``turned``), this is; None where it is none."""
+    shape = everyone.shape[:0:-1] if turned else everyone.shape[1:]
+    if not isinstance(weight, Tensor) or weight.shape != shape:
+        return None
+    start = weight.data_ptr() - everyone.data_ptr()
+    expert = start // (everyone.stride(0) * everyone.element_size())
+    return expert if 0 <= expert < len(everyone) else None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The steps by which a router chooses experts, and the tap that shows them.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class RouterWatch(Watch):
+    """Shows what one call of a router computes that chooses experts by logits.
+
+    Its channels are ``product``, what its matrix makes of its input, ``logits``, what the experts are chosen by, and
+    ``weights``, what their outputs are multiplied with (zero for those that are not chosen), for routers that return
+    the weights and indices of the chosen ones: all ``[row, n_experts]``; and ``indices``, those of the chosen ones, for
+    routers that do not return them.
+    """
+
+    def __init__(self, shown: TappedCall) -> None:
+        super().__init__(shown)
+        self._multiplied = self._chosen = False
+        self._n_experts = 0
+
+    def call(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+        """Calls a torch function of the router's: the first product and the first choice of the best are shown."""
+        if func in LINEAR_PRODUCTS and not self._multiplied:
+            self._multiplied = True
+            made = func(*args, **kwargs)
+            self._n_experts = made.shape[-1]
+            return self.shown.show("product", made)
+        if self._chosen or func not in CHOICES:
+            return func(*args, **kwargs)
+        self._chosen = True
+        given = args[0] if args else kwargs.pop("input")
+        logits = self.shown.show("logits", given)
+        best = func(logits, *args[1:], **kwargs)
+        chosen = best.indices
+        indices = self.shown.show("indices", chosen)
+        return best if indices is chosen else torch.return_types.topk((logits.gather(-1, indices), indices))
+
+    def output_of(self, run: Callable[[], Any]) -> Any:
+        """What the router returns, with the weights that are made of those of all experts.
+
+        Args:
+            run: its forward.
+        """
+        with self:
+            output = run()
+        if not self.shown.active_points(("weights",)):
+            return output
+        whole = [place for place, x in enumerate(output) if not x.is_floating_point()]
+        of_chosen = [(abs(place - at), place, at) for at in whole for place, x in enumerate(output)
+                     if place not in whole and x.shape == output[at].shape]  # fmt: skip
+        if not of_chosen:
+            raise RuntimeError(f"{type(self.shown.module).__name__} returns no weights and indices of chosen experts")
+        _, place, at = min(of_chosen)  # they are given together
+        indices = output[at]
+        chosen = output[place]
+        everyone = chosen.new_zeros(*chosen.shape[:-1], self._n_experts).scatter(-1, indices, chosen)
+        shown = self.shown.show("weights", everyone).gather(-1, indices)
+        return type(output)((*output[:place], shown, *output[place + 1 :]))
+
+
+class RouterTap(Tap):
+    """For routers. Its channels are those of `RouterWatch`."""
+
+    def watched(self, *args: object, **kwargs: object) -> Any:
+        """The module's forward when somebody listens."""
+        watch = RouterWatch(RunCall(self, Call(self.module, args, kwargs)))
+        return watch.output_of(lambda: self.original(*args, **kwargs))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Experts that several processes share by number (expert parallelism), seen on all of them.
+#
+# Each process goes through all experts, in the model's own forward. An expert's products are made by the process that
+# has its weights, and sent to the others: so all show the same rows of the same expert, and gradients are whole.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def is_spread(module: nn.Module) -> bool:
+    """Whether each process has some of the experts that a module holds."""
+    held = module._parameters.get("down_proj")
+    return isinstance(held, DTensor) and held.placements == (Shard(0),)
+
+
+@contextmanager
+def all_numbered(module: Any) -> Iterator[None]:
+    """Lets the module's forward number the experts of all processes, not its own alone."""
+    own = module.num_experts
+    module.num_experts = module.down_proj.shape[0]
+    try:
+        yield
+    finally:
+        module.num_experts = own
+
+
+class SpreadExpertsWatch(ExpertsWatch):
+    """As `ExpertsWatch`, of experts that processes share."""
+
+    def __init__(self, tap: Tap, call: Call) -> None:
+        super().__init__(tap, call)
+        held = tap.module._parameters["down_proj"]
+        assert isinstance(held, DTensor)
+        self._held: dict[str, DTensor] = {
+            name: each for name, each in tap.module._parameters.items() if isinstance(each, DTensor)
+        }
+        group = held.device_mesh.get_group()
+        self._sum: Summed = Summed(-1, group)
+        self._gradients: SummedGradients = SummedGradients(-1, group)
+        self._each: int = len(held) // group.size()
+        self._first_here: int = self._each * group.rank()
+        #: What the forward has taken out of the parameters: the tensor, the parameter's name, the expert.
+        self._taken: dict[int, tuple[Tensor, str, int]] = {}
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+        """Takes one expert's part of a parameter, or shows what enters and leaves a projection."""
+        if func is Tensor.__getitem__:
+            for name, held in self._held.items():
+                if args[0] is held:
+                    return self._take(name, held, int(args[1]))
+        return super().call(func, args, kwargs)
+
+    def _take(self, name: str, held: DTensor, expert: int) -> Tensor:
+        local, index = held.to_local(), expert - self._first_here
+        here = 0 <= index < self._each
+        part = (
+            local[index]
+            if here
+            else local.new_empty(local.shape[1:], device=local.device if local.ndim == 2 else "meta")
+        )
+        if local.ndim == 2:  # a bias: it is added to rows that all have
+            part = self._sum.whole(part if here else part.zero_())
+        self._taken[id(part)] = part, name, expert
+        return part
+
+    def which(self, weight: Any, name: str) -> int | None:
+        """Which expert's part of a parameter this is; None where it is none."""
+        taken = self._taken.get(id(weight))
+        return None if taken is None or taken[1] != name else taken[2]
+
+    def made(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+        """What a product or a sum is: a product, as the process makes it that has the expert."""
+        weight = next((x for x in (*args, *kwargs.values()) if id(x) in self._taken), None)
+        if weight is None or func not in LINEAR_PRODUCTS:
+            return func(*args, **kwargs)
+        x = self._gradients.part(args[0] if args else kwargs["input"])
+        if not weight.is_meta:
+            made = func(x, *args[1:], **kwargs) if args else func(**{**kwargs, "input": x})
+        else:
+            size = func(x.detach().to("meta"), *args[1:], **kwargs).shape[-1]
+            nothing = torch.ones((), dtype=torch.bool, device=x.device)
+            made = x[:, :1].masked_fill(nothing, 0.0).expand(-1, size)  # gradients come back here all the same
+        return self._sum.whole(made)
 
 
 class ExpertsTap(Tap):

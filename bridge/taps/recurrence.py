@@ -4,24 +4,252 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, MutableMapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from adapters.mixers.functions import FUNCTIONS, ONE_STEP, FunctionTensor
-from adapters.mixers.part import functions_of
+from adapters.mixers import FUNCTIONS, ONE_STEP, FunctionTensor, functions_of
 from adapters.views import Args, Call, Kwargs
 from bridge.hooks.context import CURRENT, ForwardPass
-from bridge.taps.patched_functions import PatchedFunction, calling_instead
-from bridge.taps.states import RECURRENCES, states_of, with_states
-from bridge.taps.tap import Tap
+from bridge.taps.tap import PatchedFunction, Tap, calling_instead
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The states of a mixer's recurrence, one position after the other, by the model's own function for one step.
+#
+# The functions for a whole sequence hold no state for each position (they work in chunks, or in a kernel). Beside each
+# there is one for a single step, with which the model generates. Run from position to position it gives every state;
+# with an update of nothing, it reads the output off a state.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+Arguments = dict[str, Any]
+Function = Callable[..., Any]
+
+
+class Recurrence(Protocol):
+    """One call of a recurrence, taken apart into steps."""
+
+    length: int
+
+    def first(self) -> Tensor | None:
+        """The state before the first position."""
+
+    def step(self, t: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The output at a position, and the state after it."""
+
+    def read(self, t: int, state: Tensor) -> Tensor:
+        """The output at a position with this state after it."""
+
+    def returned(self, outputs: list[Tensor], state: Tensor) -> Any:
+        """What the function returns for these outputs and this last state."""
+
+
+class DeltaRule:
+    """A gated delta rule, whole or of one step: both take sequences.
+
+    Args:
+        given: what the function was called with.
+        one: the function that goes from step to step.
+    """
+
+    _OF_POSITIONS = ("query", "key", "value", "g", "beta")
+
+    def __init__(self, given: Arguments, one: Function) -> None:
+        self._given, self._one = given, one
+        self._rest = {
+            name: value for name, value in given.items() if name not in (*self._OF_POSITIONS, "chunk_size", "kwargs")
+        }
+        self.length = given["query"].shape[1]
+
+    def first(self) -> Tensor | None:
+        state: Tensor | None = self._given.get("initial_state")
+        return state
+
+    def _run(self, t: int, state: Tensor | None, **others: Tensor) -> tuple[Tensor, Tensor]:
+        here = {name: self._given[name][:, t : t + 1] for name in self._OF_POSITIONS} | others
+        rest = self._rest | {"initial_state": state, "output_final_state": True}
+        output, last = self._one(**here, **rest)
+        return output, last
+
+    def step(self, t: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        return self._run(t, state)
+
+    def read(self, t: int, state: Tensor) -> Tensor:
+        nothing = {name: torch.zeros_like(self._given[name][:, t : t + 1]) for name in ("g", "beta")}
+        return self._run(t, state, **nothing)[0]
+
+    def returned(self, outputs: list[Tensor], state: Tensor) -> Any:
+        return torch.cat(outputs, dim=1), state if self._given.get("output_final_state") else None
+
+
+class SelectiveScan:
+    """Mamba's scan over a sequence.
+
+    Args:
+        given: what `mamba_selective_scan` was called with.
+        one: `mamba_selective_state_update`.
+    """
+
+    def __init__(self, given: Arguments, one: Function) -> None:
+        self._given, self._one = given, one
+        self.length = given["hidden_states"].shape[-1]
+
+    def first(self) -> Tensor:
+        x, A = self._given["hidden_states"], self._given["A"]
+        return torch.zeros(*x.shape[:2], A.shape[-1], dtype=torch.float32, device=x.device)
+
+    def _run(self, t: int, state: Tensor | None, idle: bool) -> tuple[Tensor, Tensor]:
+        assert state is not None
+        given, state = self._given, state.clone()
+        x, dt, B, C = (given[name][..., t] for name in ("hidden_states", "dt", "B", "C"))
+        z = None if given.get("z") is None else given["z"][..., t]
+        options = {"dt_bias": given.get("delta_bias"), "dt_softplus": given.get("delta_softplus", False)}
+        if idle:
+            dt, options = torch.zeros_like(dt), {}
+        return self._one(state, x, dt, given["A"], B, C, given.get("D"), z=z, **options), state
+
+    def step(self, t: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        return self._run(t, state, idle=False)
+
+    def read(self, t: int, state: Tensor) -> Tensor:
+        return self._run(t, state, idle=True)[0]
+
+    def returned(self, outputs: list[Tensor], state: Tensor) -> Any:
+        whole = torch.stack(outputs, dim=-1)
+        return (whole, state) if self._given.get("return_last_state") else whole
+
+
+class ChunkScan:
+    """Mamba 2's scan over a sequence.
+
+    Args:
+        given: what `mamba2_chunk_scan` was called with.
+        one: `mamba2_selective_state_update`.
+    """
+
+    def __init__(self, given: Arguments, one: Function) -> None:
+        least, most = given.get("dt_limit", (0.0, float("inf")))
+        if (least, most) != (0.0, float("inf")):  # which the function of one step does not know: it is given the result
+            dt, bias = given["dt"], given.get("dt_bias")
+            dt = dt if bias is None else dt + bias.to(dt.dtype)
+            dt = torch.nn.functional.softplus(dt) if given.get("dt_softplus") else dt
+            given = given | {"dt": dt.clamp(least, most), "dt_bias": None, "dt_softplus": False}
+        self._given, self._one = given, one
+        self.length = given["hidden_states"].shape[1]
+
+    def first(self) -> Tensor:
+        initial: Tensor | None = self._given.get("initial_states")
+        if initial is not None:
+            return initial
+        x, B = self._given["hidden_states"], self._given["B"]
+        return torch.zeros(x.shape[0], *x.shape[2:], B.shape[-1], dtype=torch.float32, device=x.device)
+
+    def _run(self, t: int, state: Tensor | None, idle: bool) -> tuple[Tensor, Tensor]:
+        assert state is not None
+        given, state = self._given, state.clone()
+        x, dt, B, C = (given[name][:, t] for name in ("hidden_states", "dt", "B", "C"))
+        width = x.shape[-1]
+
+        def wide(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[..., None].expand(*x.shape, width)
+
+        A = given["A"][:, None, None].expand(-1, width, state.shape[-1])
+        options = {"dt_bias": wide(given.get("dt_bias")), "dt_softplus": given.get("dt_softplus", False)}
+        if idle:
+            dt, options = torch.zeros_like(dt), {}
+        return self._one(state, x, wide(dt), A, B, C, wide(given.get("D")), z=given.get("z"), **options), state
+
+    def step(self, t: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        return self._run(t, state, idle=False)
+
+    def read(self, t: int, state: Tensor) -> Tensor:
+        return self._run(t, state, idle=True)[0]
+
+    def returned(self, outputs: list[Tensor], state: Tensor) -> Any:
+        whole = torch.stack(outputs, dim=1)
+        return (whole, state) if self._given.get("return_final_states") else whole
+
+
+class OneUpdate:
+    """A single step of Mamba's or Mamba 2's, which writes the new state over the old one.
+
+    Args:
+        given: what the function was called with.
+        one: itself.
+    """
+
+    length = 1
+
+    def __init__(self, given: Arguments, one: Function) -> None:
+        self._given, self._one = given, one
+
+    def first(self) -> Tensor:
+        state: Tensor = self._given["state"]
+        return state
+
+    def step(self, t: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        assert state is not None
+        state = state.clone()
+        return self._one(**(self._given | {"state": state})), state
+
+    def read(self, t: int, state: Tensor) -> Tensor:
+        idle = {"dt": torch.zeros_like(self._given["dt"]), "dt_bias": None, "dt_softplus": False}
+        output: Tensor = self._one(**(self._given | idle | {"state": state.clone()}))
+        return output
+
+    def returned(self, outputs: list[Tensor], state: Tensor) -> Any:
+        self._given["state"].copy_(state)
+        return outputs[0]
+
+
+#: How each function that holds a recurrence is taken apart.
+RECURRENCES: dict[str, Callable[[Arguments, Function], Recurrence]] = {
+    "mamba_selective_scan": SelectiveScan,
+    "mamba_selective_state_update": OneUpdate,
+    "mamba2_chunk_scan": ChunkScan,
+    "mamba2_selective_state_update": OneUpdate,
+    "torch_chunk_gated_delta_rule": DeltaRule,
+    "torch_recurrent_gated_delta_rule": DeltaRule,
+    "chunk_kimi_delta_attention": DeltaRule,
+    "recurrent_kimi_delta_attention": DeltaRule,
+}
+
+
+def states_of(recurrence: Recurrence) -> Tensor:
+    """Every state, ``[batch, pos, ...]``."""
+    state, states = recurrence.first(), []
+    for t in range(recurrence.length):
+        _, state = recurrence.step(t, state)
+        states.append(state)
+    return torch.stack(states, dim=1)
+
+
+def with_states(recurrence: Recurrence, before: Tensor, new: Tensor) -> Any:
+    """What the function returns where some states are others: what follows them is computed from them.
+
+    Args:
+        recurrence: the call.
+        before: its states, ``[batch, pos, ...]``.
+        new: what they are to be. Only what differs is put in its place: the rest follows.
+    """
+    state, outputs = recurrence.first(), []
+    changed = new != before
+    for t in range(recurrence.length):
+        output, after = recurrence.step(t, state)
+        if bool(changed[:, t].any()):
+            after = torch.where(changed[:, t], new[:, t].to(after.dtype), after)
+            output = recurrence.read(t, after)
+        outputs.append(output)
+        state = after
+    assert state is not None
+    return recurrence.returned(outputs, state)
 
 
 class RecurrenceTap(Tap):
-    """For mixers that call functions of `adapters.mixers.functions`. Its channels are theirs, and ``state``."""
+    """For mixers that call functions of `adapters.mixers`. Its channels are theirs, and ``state``."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)

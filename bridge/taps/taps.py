@@ -5,9 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from bridge.taps.attention import AttentionTap
-from bridge.taps.experts import BatchedExpertsTap, ExpertsTap
+from bridge.taps.experts import BatchedExpertsTap, ExpertsTap, RouterTap
 from bridge.taps.recurrence import RecurrenceTap
-from bridge.taps.router import RouterTap
 from bridge.taps.tap import Tap
 
 #: The tap for each kind of site that is not simply a module's input or output.

@@ -16,9 +16,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from bridge.bridge import TransformerBridge
-from bridge.circuits.graph import Graph
-from bridge.circuits.metrics import Metric
-from bridge.circuits.scores import EdgeScores
+from bridge.circuits.circuits import EdgeScores
+from bridge.circuits.graph import Graph, Metric
 from bridge.native import NativeConfig
 
 _FOLDER = Path(__file__).parent / "programs"

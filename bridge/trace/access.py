@@ -2,18 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensorMode,
+)
 
-from adapters.paths import base_path, join, module_at
-from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.listener import Listener
+from adapters import Architecture
+from adapters.feed_forward import width
+from adapters.points import base_path, join, module_at
+from bridge.generation.options import Generates
+from bridge.hooks.context import Listener, without_hooks
+from bridge.hooks.hooks import HookPoint, checked
 from bridge.hooks.modules import first_parameter
-from bridge.hooks.names import UnknownHookError, suggestion
-from bridge.hooks.results import checked
-from bridge.trace.protocol import TraceableBridge
+from bridge.hooks.names import Names, UnknownHookError, suggestion
+from bridge.run.inputs import Input, Request, RunnableBridge, check_arguments
+from bridge.run.recorder import watching
+from bridge.run.run import PreparedPass, checked_layers, points_that_run
 from bridge.trace.stops import Stop, Stops
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a trace needs of a bridge.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class TraceableBridge(RunnableBridge, Protocol):
+    """A bridge, as a trace needs it.
+
+    Attributes:
+        architecture: what its adapter declares.
+    """
+
+    architecture: Architecture
+
+
+class TraceableGenerator(TraceableBridge, Generates, Protocol):
+    """A bridge that generates, as a trace needs it."""
+
 
 #: For the errors of `checked`.
 _ASSIGNED = Listener("fwd", lambda act, hook: None)
@@ -310,3 +343,102 @@ def _first_tensor(value: Any, part: str) -> Tensor:
     if isinstance(value, tuple | list) and value and isinstance(value[0], Tensor):
         return value[0]
     raise TypeError(f"{part} returns {type(value).__name__}; ask for its module by path: run.module(path).output")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The shape and type of every activation, from fake tensors: nothing is computed.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class PointShape(NamedTuple):
+    """What an activation is like.
+
+    Attributes:
+        shape: its shape; None stands for a number that depends on values.
+        dtype: its type.
+    """
+
+    shape: tuple[int | None, ...]
+    dtype: torch.dtype
+
+
+class Shapes(Mapping[str, PointShape]):
+    """Shapes and types by hook point, under all names.
+
+    Args:
+        found: by canonical name.
+        names: of the bridge.
+    """
+
+    def __init__(self, found: dict[str, PointShape], names: Names) -> None:
+        self._found, self._names = found, names
+
+    def __getitem__(self, name: str) -> PointShape:
+        hook = self._names.find(name)
+        if hook.name not in self._found:
+            raise KeyError(f"{hook.name} does not run on this input")
+        return self._found[hook.name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __repr__(self) -> str:
+        lines = [f"  {name}: {list(x.shape)} {str(x.dtype).removeprefix('torch.')}" for name, x in self._found.items()]
+        return "\n".join(["Shapes(", *lines, ")"])
+
+
+def shapes(bridge: TraceableBridge, input: Input, forward_kwargs: dict[str, Any]) -> Shapes:
+    """See `TransformerBridge.shapes`."""
+    kwargs = dict(forward_kwargs)
+    layers = {name: kwargs.pop(name, None) for name in ("start_at_layer", "stop_at_layer")}
+    ours = {name: kwargs.pop(name, None) for name in ("prepend_bos", "padding_side", "attention_mask")}
+    asked = Request(input, **ours, **layers, model_kwargs=kwargs)
+    check_arguments(bridge.core, kwargs, (*ours, *layers))
+    start, stop = checked_layers(bridge, asked.start_at_layer, asked.stop_at_layer)
+    points = points_that_run(bridge, list(bridge.wiring.points.values()), layers)
+    experts = [hook for hook in points if hook.point.site.kind == "experts"]
+    paths = dict.fromkeys(hook.point.site.path for hook in experts)
+    found: dict[str, PointShape] = {}
+
+    def note(act: Tensor, hook: HookPoint) -> None:
+        found[hook.name] = PointShape(tuple(act.shape), act.dtype)
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    watched = [hook for hook in points if hook not in experts]
+    # The user's hooks see nothing of it: they would be given fake tensors.
+    ready = PreparedPass(bridge, asked, start, stop, traced=True)
+    with torch.no_grad(), without_hooks(), watching(bridge.wiring, watched, note), ready as pass_:
+        with FakeCopyMode(mode):  # of a cache of keys and values too, into which the model would write fake ones
+            pass_.inputs.kwargs = copy.deepcopy(pass_.inputs.kwargs)
+        try:
+            with mode, _experts_in_batches([module_at(bridge.original_model, path) for path in paths]):
+                pass_.run_model()
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise RuntimeError(
+                f"{type(bridge.core).__name__} asks for a value on its way ({error}), so its shapes cannot be had "
+                "without computing; run_with_callback shows them in a run"
+            ) from error
+    for hook in experts:
+        module = module_at(bridge.original_model, hook.point.site.path)
+        whole = str(hook.point.site.key).endswith((".in", ".out"))
+        size = bridge.cfg.d_model if whole else width(module)
+        found[hook.name] = PointShape((None, size), next(module.parameters()).dtype)
+    ordered = {name: found[name] for name in bridge.wiring.points if name in found}
+    return Shapes(ordered, bridge.names)
+
+
+@contextmanager
+def _experts_in_batches(modules: list[nn.Module]) -> Iterator[None]:
+    """Experts computed in the one way whose shapes depend on no value and that takes every type."""
+    before = [(module, module.__dict__["config"]) for module in modules if "config" in module.__dict__]
+    try:
+        for module, config in before:
+            module.__dict__["config"] = copy.copy(config)
+            module.__dict__["config"]._experts_implementation_internal = "batched_mm"
+        yield
+    finally:
+        for module, config in before:
+            module.__dict__["config"] = config

@@ -3,15 +3,162 @@
 from __future__ import annotations
 
 import contextvars
+import ctypes
+import linecache
+import os
 import sys
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple, TypeVar
+from types import CodeType
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 from greenlet import getcurrent, greenlet
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _python_dispatch as dispatch
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers.utils import ModelOutput
 
-from bridge.trace.state import Switchboard, TorchState
+from bridge.hooks.hooks import changed_in_place, version_of
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What torch keeps for each thread, kept apart for the two sides of a trace, which take turns on one thread.
+#
+# These are grad mode, inference mode, autocast, modes that see torch functions or dispatched operators, and hooks on
+# what autograd saves. Context variables need nothing of the kind: a greenlet has its own.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+#: Autocast on the CPU and on CUDA: whether it is on, and its type.
+Autocast = tuple[bool, torch.dtype, bool, torch.dtype]
+Packing = tuple[Callable[..., Any], Callable[..., Any]]
+
+
+class TorchState(NamedTuple):
+    """What torch keeps for a thread at one moment.
+
+    Attributes:
+        grad, inference: grad mode, inference mode.
+        autocast: see `Autocast`.
+        autocast_cache: whether autocast keeps what it converted.
+        functions, operators: the modes that see torch functions, and dispatched operators, the innermost last.
+        saved: the hooks on what autograd saves, the innermost last.
+    """
+
+    grad: bool
+    inference: bool
+    autocast: Autocast
+    autocast_cache: bool
+    functions: tuple[TorchFunctionMode, ...]
+    operators: tuple[Any, ...]
+    saved: tuple[Packing, ...]
+
+    @classmethod
+    def now(cls) -> TorchState:
+        """As it is."""
+        n_functions, autocast = _n_functions(), _any_autocast()
+        # In one piece: this is done at every turn.
+        return tuple.__new__(
+            cls,
+            (
+                _grad(),
+                _inference(),
+                (
+                    autocast and torch.is_autocast_enabled("cpu"),
+                    _autocast_type("cpu"),
+                    autocast and torch.is_autocast_enabled("cuda"),
+                    _autocast_type("cuda"),
+                ),
+                _autocast_cache(),
+                tuple([torch._C._get_function_stack_at(i) for i in range(n_functions)]) if n_functions else (),
+                tuple(dispatch._get_current_dispatch_mode_stack()) if _n_operators() else (),
+                _packing_hooks() if _packing(False) is not None else (),
+            ),
+        )
+
+
+# By their own names: several attributes on the way to each would take longer than the functions.
+_grad, _inference = torch.is_grad_enabled, torch.is_inference_mode_enabled
+_any_autocast, _autocast_type = torch._C._is_any_autocast_enabled, torch.get_autocast_dtype
+_autocast_cache = torch.is_autocast_cache_enabled
+_n_functions, _n_operators = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+_packing = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+class Switchboard:
+    """Exchanges the state of the two sides when they take turns and it is not the same.
+
+    Attributes:
+        guard: what keeps one side in another inference mode, which has to be ended at the next turn; None: nothing.
+    """
+
+    def __init__(self) -> None:
+        self.guard: Any = None  # of torch's own class for inference mode
+
+    def exchange(self, now: TorchState, wanted: TorchState, last: bool = False) -> None:
+        """Puts one side's state in the place of the other's.
+
+        Args:
+            now: the state of the side that waits from now on.
+            wanted: the state of the side that goes on.
+            last: there will be no further turn.
+        """
+        if self.guard is not None:
+            # It was entered when the side that now goes on was left, and restores all that was there then.
+            self.guard.__exit__(None, None, None)
+            self.guard = None
+            now = TorchState.now()
+        if now == wanted:
+            return
+        _replace_modes(now, wanted)
+        if now.inference != wanted.inference:
+            self.guard = torch._C._InferenceMode(wanted.inference)
+            self.guard.__enter__()
+            if last:  # it must never be left: the side that stays leaves its own
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.guard))
+                self.guard = None
+        torch._C._set_grad_enabled(wanted.grad)
+        if now.autocast != wanted.autocast or now.autocast_cache != wanted.autocast_cache:
+            torch.clear_autocast_cache()
+            on_cpu, cpu_type, on_cuda, cuda_type = wanted.autocast
+            torch.set_autocast_enabled("cpu", on_cpu)
+            torch.set_autocast_dtype("cpu", cpu_type)
+            torch.set_autocast_enabled("cuda", on_cuda)
+            torch.set_autocast_dtype("cuda", cuda_type)
+            torch.set_autocast_cache_enabled(wanted.autocast_cache)
+
+
+def _replace_modes(now: TorchState, wanted: TorchState) -> None:
+    if now.functions != wanted.functions:
+        for _ in now.functions:
+            torch._C._pop_torch_function_stack()
+        for mode in wanted.functions:
+            torch._C._push_on_torch_function_stack(mode)
+    if now.operators != wanted.operators:
+        for mode in reversed(now.operators):
+            dispatch._pop_mode(getattr(mode, "_mode_key", None))
+        for mode in wanted.operators:
+            dispatch._push_mode(mode)
+    if now.saved != wanted.saved:
+        for _ in now.saved:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        for pack, unpack in wanted.saved:
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def _packing_hooks() -> tuple[Packing, ...]:
+    """All hooks on what autograd saves, which only shows the innermost."""
+    found: list[Packing] = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None:
+        found.insert(0, top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    for pack, unpack in found:
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+    return tuple(found)
+
 
 T = TypeVar("T")
 
@@ -177,3 +324,178 @@ class Coroutine:
         except AbandonForward:
             self._leaving = True  # it is; `contextlib.suppress` takes longer
         self.finished = True
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a trace says when a point has passed, or never comes.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+#: Our own package, and what may check its annotations.
+_NOT_THE_USER = ("bridge.", "jaxtyping.", "beartype.")
+
+
+class PointPassedError(RuntimeError):
+    """A trace was asked for a point that the model has passed."""
+
+
+class PointNeverCameError(RuntimeError):
+    """A trace was asked for a point that the model did not come to."""
+
+
+class LateEditError(RuntimeError):
+    """A value of a trace was changed in place after the model had used it."""
+
+
+class Line:
+    """A line of the user's that asked for something; it is looked up when an error names it.
+
+    Args:
+        code: of the function.
+        at: which instruction of it.
+    """
+
+    __slots__ = ("_at", "_code")
+
+    def __init__(self, code: CodeType, at: int) -> None:
+        self._code, self._at = code, at
+
+    def __str__(self) -> str:
+        number = next((line for start, end, line in self._code.co_lines() if start <= self._at < end), None)
+        text = linecache.getline(self._code.co_filename, number or 0).strip()
+        return f"{os.path.basename(self._code.co_filename)}:{number}" + (f": {text}" if text else "")
+
+
+def calling_line() -> Line:
+    """The line outside of this package that is asking."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(_NOT_THE_USER):
+        frame = frame.f_back
+    return Line(frame.f_code, frame.f_lasti)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Copies of what modules are given and return, and whether anything in a copy was changed.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same structure with every tensor in it changed; what is neither tensor nor container stays what it is."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*[mapped(item, change) for item in value])
+    if type(value) in (tuple, list):
+        return type(value)([mapped(item, change) for item in value])
+    if type(value) is dict:
+        return {name: mapped(item, change) for name, item in value.items()}
+    if isinstance(value, ModelOutput):
+        return type(value)(**{name: mapped(item, change) for name, item in value.items()})
+    return value
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """What stands in a structure, in order."""
+    if isinstance(value, dict | ModelOutput):
+        for name, item in value.items():
+            yield name
+            yield from leaves(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from leaves(item)
+    else:
+        yield value
+
+
+class EditableCopy:
+    """A copy of a structure that a user may change.
+
+    Args:
+        original: the structure.
+
+    Attributes:
+        given: the copy.
+    """
+
+    def __init__(self, original: Any) -> None:
+        self.given = mapped(original, Tensor.clone)
+        self._seen = [(leaf, version_of(leaf) if isinstance(leaf, Tensor) else 0) for leaf in leaves(self.given)]
+
+    @property
+    def changed(self) -> bool:
+        """Whether anything in it was changed or exchanged, or takes part in a graph."""
+        now = list(leaves(self.given))
+        if len(now) != len(self._seen):
+            return True
+        for leaf, (before, version) in zip(now, self._seen, strict=True):
+            if leaf is not before:
+                return True
+            if isinstance(leaf, Tensor) and (leaf.requires_grad or changed_in_place(leaf, version)):
+                return True
+        return False
+
+
+class LateEditGuard:
+    """Values that the model has used already, none of which is kept alive: a change of them comes too late."""
+
+    def __init__(self) -> None:
+        self._counters: list[tuple[Tensor, int, str]] = []
+        # A tensor of inference mode does not count its versions.
+        self._as_they_were: list[tuple[weakref.ref[Tensor], str]] = []
+        self._copies: WeakTensorKeyDictionary | None = None
+
+    def add(self, value: Tensor, name: str) -> None:
+        """The model uses a value as it is now.
+
+        Args:
+            value: what the user may hold.
+            name: where it was shown.
+        """
+        if not value.is_inference():
+            self._counters.append((_counter_of(value), value._version, name))
+            return
+        if self._copies is None:
+            self._copies = WeakTensorKeyDictionary()
+        self._as_they_were.append((weakref.ref(value), name))
+        self._copies[value] = value.clone()
+
+    def check(self) -> None:
+        """Looks whether any was changed since.
+
+        Raises:
+            LateEditError: one was.
+        """
+        changed = [name for counter, version, name in self._counters if counter._version != version]
+        for ref, name in self._as_they_were:
+            value = ref()
+            if value is not None and self._copies is not None and not _is_same(value, self._copies[value]):
+                changed.append(name)
+        for name in changed:
+            raise LateEditError(
+                f"the value at {name} was changed in place after the model had gone on, which sees nothing of "
+                "that: change it before you ask for a later point, or change a copy (value.clone())"
+            )
+
+    def forget(self) -> None:
+        """What is done to them from now on does not matter."""
+        self._counters.clear()
+        self._as_they_were.clear()
+        self._copies = None
+
+
+#: For counters of tensors in the CPU's memory: to make one each takes longer than all else here.
+_NOTHING = torch.empty(0)
+
+
+def _counter_of(value: Tensor) -> Tensor:
+    """A tensor that counts the versions of another one, of which it holds nothing."""
+    if type(value) is not Tensor:
+        return value
+    counter = value.detach()
+    counter.data = _NOTHING if value.is_cpu else value.new_empty(0)
+    return counter
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same values, NaN in the same places."""
+    return bool(((one == other) | ((one != one) & (other != other))).all())

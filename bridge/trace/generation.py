@@ -11,21 +11,16 @@ from tqdm.auto import tqdm
 from transformers import StoppingCriteria
 from transformers.utils import ModelOutput
 
-from bridge.generation.criteria import Steps
-from bridge.generation.generate import generating, run_generate
-from bridge.generation.options import GenerationOptions, prepared
-from bridge.generation.prompt import aligned, rows_of, texts_of
-from bridge.hooks.context import CURRENT, Generation, of_the_next_run
-from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.listener import Listener
-from bridge.run.protocol import Input
-from bridge.trace.access import Access
+from bridge.generation.generation import generating, run_generate
+from bridge.generation.options import GenerationOptions, Steps, aligned, prepared, rows_of, texts_of
+from bridge.hooks.context import CURRENT, Generation, Listener, of_the_next_run
+from bridge.hooks.hooks import HookPoint
+from bridge.run.inputs import Input
+from bridge.trace.access import Access, TraceableGenerator
 from bridge.trace.coroutine import Coroutine
-from bridge.trace.every_step import EveryStep, Operation, apply
-from bridge.trace.in_step import InStep
-from bridge.trace.places import ModelOrder
-from bridge.trace.protocol import TraceableGenerator
-from bridge.trace.stops import Stop, Stops
+from bridge.trace.edit import EveryStep, Operation, apply
+from bridge.trace.stops import ModelOrder, Stop, Stops
+from bridge.trace.trace import InStep
 from bridge.wiring.compiled import uncompiled
 
 _NOT_HERE = ("return_cache", "return_input_tokens", "output_logits", "names_filter", "device", "return_type")

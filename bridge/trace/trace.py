@@ -3,28 +3,198 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Literal, NoReturn, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
-from adapters.imports.versions import is_checkpointed
-from adapters.inputs.arguments import takes
-from adapters.paths import module_at
-from bridge.hooks.context import CURRENT
-from bridge.run.forward import PreparedPass, checked_layers
-from bridge.run.hooked import points_that_run, refuse_unreached_points
+from adapters.imports import is_checkpointed
+from adapters.inputs import takes
+from adapters.points import module_at
+from bridge.hooks.context import CURRENT, OpenTrace, Scope, closed, opened
+from bridge.hooks.hooks import HookPoint
+from bridge.run.inputs import Inputs, Request, check_arguments
 from bridge.run.layer_range import Given, bypassing
-from bridge.run.model_inputs import Inputs, check_arguments
-from bridge.run.request import Request
-from bridge.trace.access import Access
-from bridge.trace.coroutine import Coroutine
-from bridge.trace.errors import PointPassedError
-from bridge.trace.in_step import InStep
-from bridge.trace.places import ModelOrder
-from bridge.trace.protocol import TraceableBridge
-from bridge.trace.rows import Rows
-from bridge.trace.stops import Stop
+from bridge.run.run import PreparedPass, checked_layers, points_that_run, refuse_unreached_points
+from bridge.trace.access import Access, TraceableBridge
+from bridge.trace.coroutine import Coroutine, LateEditError, PointNeverCameError, PointPassedError
+from bridge.trace.stops import ModelOrder, Stop, Stops
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The ``with`` statement whose body runs in step with a piece of work that the model does.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class InStep:
+    """What a traced run and a traced generation share: model and body begin, wait for each other, and end.
+
+    Args:
+        bridge: the bridge.
+        places: the order of its hook points.
+        captured: hook points that are kept whenever they come.
+
+    Attributes:
+        scope: what its runs alone see.
+        stops: where the work waits.
+    """
+
+    #: Why it cannot be entered twice.
+    once: str
+
+    def __init__(self, bridge: TraceableBridge, places: ModelOrder, captured: Sequence[HookPoint] = ()) -> None:
+        self.scope = Scope(of_one_run=True)
+        self.stops = Stops(bridge.wiring, self.scope, places, captured)
+        self._stack: ExitStack | None = None
+        self._shown: OpenTrace | None = None
+        self._state: Literal["new", "open", "ran", "stopped"] = "new"
+
+    def __enter__(self) -> Self:
+        if self._state != "new":
+            raise RuntimeError(self.once)
+        self._state = "open"
+        coroutine = self.stops.coroutine = Coroutine(self._work)
+        try:
+            self._begin(coroutine)
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._run_to_the_end()
+                self.stops.late_edits.check()
+        finally:
+            self._end()
+        if error is not None:
+            explain(error, traceback)
+
+    def _begin(self, coroutine: Coroutine) -> None:
+        """Makes ready what the body needs."""
+        raise NotImplementedError
+
+    def _work(self) -> None:
+        """The model's side."""
+        raise NotImplementedError
+
+    def _show(self, names: object, trace: OpenTrace) -> None:
+        """Lets the parts of the bridge show what a trace sees, as long as the block lasts."""
+        opened(names, trace)
+        self._shown = trace
+
+    def _until_the_end(self) -> ExitStack:
+        """What is closed when the block ends."""
+        if self._stack is None:
+            self._stack = ExitStack()
+        return self._stack
+
+    def _run_to_the_end(self) -> None:
+        """Lets the work end, where the block is still open."""
+        if self._state != "open":
+            return
+        assert self.stops.coroutine is not None
+        while not self.stops.coroutine.finished:
+            self.stops.resume()
+
+    def _end(self) -> None:
+        """Leaves the work where it is, and takes away what was attached."""
+        try:
+            if self.stops.coroutine is not None and not self.stops.coroutine.finished:
+                self.stops.coroutine.abandon()
+        finally:
+            self.stops.detach()
+            self.stops.late_edits.forget()
+            shown, self._shown = self._shown, None  # it may be this very object
+            if shown is not None:
+                closed(shown)
+            if self._stack is not None:
+                self._stack.close()
+            if self._state == "open":
+                self._state = "stopped"
+
+
+def explain(error: BaseException, traceback: TracebackType | None) -> None:
+    """Ends the traceback of our own errors at the user's line, and says of `save` what it is."""
+    if isinstance(error, AttributeError) and error.name == "save":
+        error.add_note(
+            "Values of a trace are real, and stay: there is nothing to save. bridge.save(x) is there for code that "
+            "has it, and returns x."
+        )
+    if isinstance(error, PointPassedError | PointNeverCameError | LateEditError) and traceback is not None:
+        traceback.tb_next = None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One prompt of several in a trace.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class HasActivations(Protocol):
+    """A trace.
+
+    Attributes:
+        logits: ``[batch, pos, d_vocab]``.
+        tokens: ``[batch, pos]``.
+    """
+
+    @property
+    def logits(self) -> Tensor: ...
+    @property
+    def tokens(self) -> Tensor | None: ...
+    def __getitem__(self, name: str) -> Tensor: ...
+    def axes_of(self, name: str) -> list[str]:
+        """The names of the axes of an activation."""
+
+
+class Rows:
+    """One prompt's part of every activation: a view of it, so that the model sees what is changed in it.
+
+    Args:
+        run: the trace.
+        index: which prompt.
+        start, stop: where its tokens stand.
+        length: of all rows.
+    """
+
+    def __init__(self, run: HasActivations, index: int, start: int, stop: int, length: int) -> None:
+        self._run, self._index = run, index
+        self._start, self._stop, self._length = start, stop, length
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The prompt's activation, with a batch axis of one, and without padding."""
+        return self._part(self._run[name], self._run.axes_of(name))
+
+    def __setitem__(self, name: str, value: Tensor | float) -> None:
+        """Writes to it; what `value` is spread over is the prompt's own part."""
+        part = self[name]
+        if value is not part:
+            part[...] = value
+
+    @property
+    def logits(self) -> Tensor:
+        """The prompt's logits, ``[1, pos, d_vocab]``."""
+        return self._part(self._run.logits, ["batch", "pos", "d_vocab"])
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """The prompt's tokens, ``[1, pos]``."""
+        tokens = self._run.tokens
+        return None if tokens is None else self._part(tokens, ["batch", "pos"])
+
+    def _part(self, x: Tensor, axes: list[str]) -> Tensor:
+        if axes[0] != "batch":
+            raise ValueError(f"an activation with the axes {' '.join(axes)} has no rows of prompts")
+        part = x[self._index : self._index + 1]
+        for axis, name in enumerate(axes):
+            if name in ("pos", "key_pos", "encoder_pos", "encoder_key_pos") and x.shape[axis] == self._length:
+                part = part.narrow(axis, self._start, self._stop - self._start)
+        return part
+
 
 _ALL = (None, None)
 _OURS = ("prepend_bos", "padding_side", "attention_mask", "start_at_layer", "stop_at_layer", "capture")

@@ -1,4 +1,8 @@
-"""Models that were compiled: compiled code does not know hooks that come later."""
+"""Where a forward pass begins and ends when the Hugging Face model is called directly, without the bridge.
+
+What hook points remember of a pass (`ForwardPass`) ends with it. A run of the bridge opens and ends its own; for a
+direct call the model's own call does, through two torch hooks that are there while somebody listens.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,25 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.utils.hooks import RemovableHandle
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
+from bridge.hooks.context import CURRENT, ForwardPass, RunContext, Scope, SourceSite, recomputation_frame
 from bridge.hooks.modules import Finder
+from bridge.taps.tap import noop_hook
+from bridge.wiring.reading_plan import ReadingHook
+from bridge.wiring.site import SiteHook
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Models that were compiled: compiled code does not know hooks that come later.
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 class _EagerStance:
@@ -214,3 +228,294 @@ def _outside_compiled_code() -> Callable[..., Any]:
 def _call(model: nn.Module, function: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
     with uncompiled(model):
         return function(*args, **kwargs)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Activation checkpointing: blocks that backward computes again run under the hooks of their forward pass.
+#
+# transformers hands each such block to ``_gradient_checkpointing_func`` with a function that computes it. While
+# somebody listens, that function also brings along which hooks were there. Backward may call it later, on a thread of
+# autograd's own, when the ``with`` statement of those hooks has ended.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+_NAME = "_gradient_checkpointing_func"
+
+
+class AttachesScopes(Protocol):
+    """What attaches the hooks of a scope, also after its ``with`` statement has ended.
+
+    Attributes:
+        changes: how often a hook was added or removed that belongs to no scope.
+    """
+
+    changes: int
+
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+
+    def attach_scope(self, scope: Scope) -> None:
+        """Attaches its hooks, if they are not attached already."""
+
+    def detach_scope(self, scope: Scope) -> None:
+        """The reverse, once nobody needs them any more."""
+
+
+class CheckpointedBlocks:
+    """The modules that may be computed again.
+
+    Args:
+        modules: finds them: the blocks, and the stacks that they stand in.
+        attaches: attaches hooks.
+    """
+
+    def __init__(self, modules: Sequence[Finder], attaches: AttachesScopes | None = None) -> None:
+        #: By the path that leads to several of them, with their names there: to find each anew from the model took
+        #: longer than a hook.
+        self._inside: dict[str, list[tuple[str, Finder]]] = {}
+        for finder in modules:
+            *above, name = finder.parts or [""]
+            self._inside.setdefault(".".join(above), []).append((name, finder))
+        self._attaches = attaches
+        self._prepared: list[nn.Module] = []
+
+    def prepare(self) -> None:
+        """Puts our function before the model's own, where checkpointing is switched on."""
+        for finder, module, own in self._found():
+            if isinstance(own, _CheckpointFunction) or not (module.training and module.gradient_checkpointing):
+                continue
+            if finder.call is not None:
+                raise RuntimeError(
+                    f"{'.'.join(finder.parts)} is several blocks, and backward would compute them again (activation "
+                    "checkpointing) in an order in which nothing tells them apart: switch checkpointing off"
+                )
+            assert self._attaches is not None
+            module.__dict__[_NAME] = _CheckpointFunction(own, ".".join(finder.parts), self._attaches)
+            self._prepared.append(module)
+
+    def _found(self) -> Iterator[tuple[Finder, nn.Module, Callable[..., Any]]]:
+        """The modules there that have a checkpointing function, and it: asked in each step of a generation."""
+        for path, finders in self._inside.items():
+            holder = Finder(finders[0][1].root, path).module
+            inside = holder._modules
+            for name, finder in finders:
+                module = inside.get(name)
+                if module is None:
+                    module = finder.module
+                own = module.__dict__.get(_NAME)
+                if own is not None:
+                    yield finder, module, own
+
+    def release(self) -> None:
+        """Takes it back."""
+        for module in self._prepared:
+            ours = module.__dict__.get(_NAME)
+            if isinstance(ours, _CheckpointFunction):
+                module.__dict__[_NAME] = ours.own
+        self._prepared.clear()
+
+
+class _CheckpointFunction:
+    """Wraps the checkpointing function of one module.
+
+    Args:
+        own: the module's own.
+        path: the module's path.
+        attaches: attaches hooks.
+    """
+
+    def __init__(self, own: Callable[..., Any], path: str, attaches: AttachesScopes) -> None:
+        self.own, self._path, self._attaches = own, path, attaches
+
+    # A copy of the model that is made meanwhile has the module's own function.
+    def __reduce__(self) -> str | tuple[object, ...]:
+        return _itself, (self.own,)
+
+    def __call__(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+        return self.own(_BlockWithHooks(function, self._path, self._attaches), *args, **kwargs)
+
+
+def _itself(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+class _BlockWithHooks:
+    """A function that computes a block, and which hooks it was computed with first."""
+
+    def __init__(self, function: Callable[..., Any], path: str, attaches: AttachesScopes) -> None:
+        context = CURRENT.get()
+        self._function, self._path, self._attaches = function, path, attaches
+        self._model = attaches.model  # hooks find its modules, also where nobody holds more of it than a loss
+        self._shared = context.shared
+        for scope in self._shared:
+            if scope is not None:
+                scope.recomputed = True
+        self._changes = attaches.changes
+        # The block's own input, which is outside of what is computed again.
+        self._sources = {} if context.run is None else _sources_outside(context.run, path)
+        self._ran = False
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        if not self._ran:
+            self._ran = True
+            return recomputation_frame(self._function, args, kwargs)
+        if self._changes != self._attaches.changes:
+            raise RuntimeError(
+                f"backward computes {self._path} again (activation checkpointing), and hooks were added or removed "
+                "since its forward pass: run backward before changing them, or use run_with_hooks or "
+                "`with bridge.hooks(...)`, whose hooks are brought along"
+            )
+        run = ForwardPass()
+        run.sources.update(self._sources)
+        before = CURRENT.get()
+        CURRENT.set(RunContext(self._shared, run=run))
+        try:
+            with self._attached():
+                return recomputation_frame(self._function, args, kwargs)
+        finally:
+            run.end()
+            CURRENT.set(before)
+
+    @contextmanager
+    def _attached(self) -> Iterator[None]:
+        """Attaches the hooks, which may be gone, for the time of a recomputation."""
+        scopes = [scope for scope in self._shared if scope is not None]
+        for scope in scopes:
+            self._attaches.attach_scope(scope)
+        try:
+            yield
+        finally:
+            for scope in scopes:
+                self._attaches.detach_scope(scope)
+
+
+def _sources_outside(run: ForwardPass, path: str) -> dict[SourceSite, tuple[nn.Module, Tensor]]:
+    """What the pass saw at the input of the block at a path."""
+    return {hook: seen for hook, seen in run.sources.items() if hook.site.path == path}
+
+
+class PassBoundary:
+    """The torch hooks that open and end a pass.
+
+    Args:
+        modules: finds the modules whose call is a pass: the base model, and each stack of an encoder-decoder model.
+        blocks: what carries hooks into the blocks that backward computes again.
+        forced_eager: keeps compiled code from running in place of the model.
+        check: called when a pass begins that is no run of the bridge.
+        unseen: says whether hooks of a ``with`` statement are attached that the present code does not see.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[Finder],
+        blocks: CheckpointedBlocks,
+        forced_eager: ForcedEager | None = None,
+        check: Callable[[], None] | None = None,
+        unseen: Callable[[], bool] | None = None,
+    ) -> None:
+        self._modules = modules
+        self._forced_eager, self._check, self._unseen = forced_eager, check, unseen
+        self._blocks = blocks
+        self._handles: list[RemovableHandle] = []
+
+    # A copy of a model that has hooks attached carries inert ones: hooks belong to one bridge.
+    def __reduce__(self) -> tuple[object, ...]:
+        return PassBoundary, ((), CheckpointedBlocks(()))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PassBoundary:
+        return PassBoundary((), CheckpointedBlocks(()))
+
+    def attach(self) -> None:
+        """Begins to watch."""
+        for finder in self._modules:
+            module = finder.module
+            self._handles.append(module.register_forward_pre_hook(self.begin, prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self.end, always_call=True))
+        if self._forced_eager is not None:
+            self._forced_eager.attach()
+
+    def detach(self) -> None:
+        """Ends it."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._forced_eager is not None:
+            self._forced_eager.detach()
+        self._blocks.release()
+
+    def begin(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
+        """The forward pre-hook. A pass that this module opened before was left by an interrupt: it is over."""
+        context = CURRENT.get()
+        if self._handles and (context.run is None or context.run.opened_by is module):
+            if self._check is not None:
+                self._check()
+            refuse_packed(kwargs)
+            if self._unseen is not None:
+                refuse_streamers_thread(self._unseen)
+            run = ForwardPass(module)
+            run.take_arguments(module, kwargs)
+            CURRENT.set(RunContext(context.shared, context.own, run, context.generation))
+        self._blocks.prepare()
+
+    def end(self, module: nn.Module, args: tuple[object, ...], output: Any) -> None:
+        """The forward hook, which is called after an exception too."""
+        context = CURRENT.get()
+        if context.run is not None and context.run.opened_by is module:
+            context.run.end()
+            CURRENT.set(RunContext(context.shared, context.own, None, context.generation))
+
+
+def refuse_packed(kwargs: dict[str, Any]) -> None:
+    """Refuses a pass of transformers' continuous batching that is not the bridge's.
+
+    Its thread sees none of the scopes of the code that called, and its tokens are those of many requests in one row.
+
+    Raises:
+        RuntimeError: it is one.
+    """
+    packed = isinstance(kwargs.get("cache"), PagedAttentionCache)
+    if packed:
+        raise RuntimeError(
+            "hooks are attached to this model, and its own generate_batch (continuous batching) would run without "
+            "those of a `with` statement, and show the others all requests as one row: use bridge.generate_batch"
+        )
+
+
+def refuse_streamers_thread(unseen: Callable[[], bool]) -> None:
+    """Refuses a pass in the thread that `TextIteratorStreamer` is used with, where it does not see open hooks.
+
+    ``Thread(target=model.generate, kwargs={"streamer": ...})`` runs in an empty context. The streamer is ended first:
+    whoever waits for text would wait for ever.
+
+    Args:
+        unseen: whether hooks of a ``with`` statement are attached that this thread does not see.
+
+    Raises:
+        RuntimeError: it is such a thread.
+    """
+    started = vars(threading.current_thread())
+    streamer = (started.get("_kwargs") or {}).get("streamer")
+    if streamer is not None and getattr(started.get("_target"), "__name__", "") == "generate" and unseen():
+        streamer.end()
+        raise RuntimeError(
+            "this thread generates for a streamer, and does not see the hooks of a `with` statement that is open "
+            "elsewhere: use bridge.generate_stream, or hand the context over, "
+            "Thread(target=contextvars.copy_context().run, args=(model.generate,), kwargs=...)"
+        )
+
+
+def strip(model: nn.Module) -> None:
+    """Takes what is ours from a copy of a model that was made while hooks were attached."""
+    for module in model.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            ours = [
+                key
+                for key, hook in hooks.items()
+                if hook is noop_hook or isinstance(getattr(hook, "__self__", None), _OURS)
+            ]
+            for key in ours:
+                del hooks[key]
+
+
+_OURS = (SiteHook, PassBoundary, ReadingHook)

@@ -13,14 +13,12 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from adapters.paths import call_number, missing_module_message
+from adapters.points import call_number, missing_module_message
 from adapters.views import Args, Kwargs
-from bridge.hooks.context import CURRENT
-from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.listener import Scope
+from bridge.hooks.context import CURRENT, Scope
+from bridge.hooks.hooks import HookPoint
 from bridge.hooks.modules import argument, element_of
-from bridge.wiring.site import SiteHook
-from bridge.wiring.torch_hooks import OwnedHook, add_all, remove_all
+from bridge.wiring.site import OwnedHook, SiteHook, add_all, remove_all
 
 
 class Place:

@@ -14,27 +14,92 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from adapters.agreeing import DifferentEditsError, Peers, number_of
-from adapters.layout import Layout, refuse_context_parallel
-from adapters.paths import base_path, core_path, has_module
-from adapters.points import Point, Site
-from bridge.hooks.context import CURRENT, open_scope
-from bridge.hooks.hook_point import Attachment, HookPoint
-from bridge.hooks.linked_points import LeaderEdit
-from bridge.hooks.listener import Listener, Scope
+from adapters.points import Point, Site, base_path, core_path, has_module
+from adapters.spread import DifferentEditsError, Layout, Peers, number_of, refuse_context_parallel
+from adapters.views import Branch
+from bridge.hooks.context import CURRENT, Listener, Scope, open_scope
+from bridge.hooks.hooks import Attachment, HookPoint, LeaderEdit
 from bridge.hooks.modules import Finder, TokenEmbedding, check_places
-from bridge.taps.tap import Tap
+from bridge.taps.tap import Tap, noop_hook
 from bridge.taps.taps import TAPS, tap_on
-from bridge.wiring.boundary import PassBoundary
-from bridge.wiring.calls import CallCounter
-from bridge.wiring.checkpointing import CheckpointedBlocks
-from bridge.wiring.clashes import check_clash
-from bridge.wiring.compiled import ForcedEager, refuse_inside_compiled
-from bridge.wiring.in_order import order_behind
+from bridge.wiring.compiled import CheckpointedBlocks, ForcedEager, PassBoundary, refuse_inside_compiled
 from bridge.wiring.reading_plan import Keep, ReadingPlan
-from bridge.wiring.separate_reads import SeparateReading
-from bridge.wiring.shared_site import SharedSite
-from bridge.wiring.site import SiteHook
+from bridge.wiring.site import CallCounter, SeparateReading, SharedSite, SiteHook, add_forward_hook, remove_forward_hook
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Hook points that one run cannot serve together.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def check_clash(point: HookPoint, listener: Listener, in_block: Callable[[], Iterable[HookPoint]]) -> None:
+    """Refuses what one run cannot give.
+
+    Args:
+        point: the hook point.
+        listener: what is to be attached there.
+        in_block: the hook points of the same block.
+
+    Raises:
+        ValueError: gradients are asked for at the norm that the heads share, in a run in which heads are
+            given inputs of their own.
+    """
+    clash: Callable[[HookPoint], bool]
+    if point.point.separate_consumers and listener.kind in ("bwd", "edge"):
+        clash, kinds = _own_inputs, frozenset({"fwd", "bwd", "edge", "follow", "leader"})
+    elif _own_inputs(point):
+        clash, kinds = _shared_norm, frozenset({"bwd", "edge"})
+    else:
+        return
+    context = CURRENT.get()
+    for other in in_block():
+        if clash(other) and any(
+            x.kind in kinds and (x.scope is listener.scope or x.scope in context.visible) for x in other.listeners
+        ):
+            raise ValueError(
+                f"{point.name} and {other.name} cannot be had together: with hooks at the one each head reads an "
+                "input of its own, and then the gradient at the other, which all heads share, means nothing. "
+                "Use two runs. (A filter is asked about every hook point: let it leave out names with attn_in and "
+                "_input. For a cache of everything, switch set_use_split_qkv_input and set_use_attn_in off.)"
+            )
+
+
+def _own_inputs(point: HookPoint) -> bool:
+    return point.point.flag in ("use_split_qkv_input", "use_attn_in") and not isinstance(point.view, Branch)
+
+
+def _shared_norm(point: HookPoint) -> bool:
+    return bool(point.point.separate_consumers)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The order of hook points when one comes in later.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def order_behind(points: dict[str, HookPoint], hook: HookPoint, behind: HookPoint) -> None:
+    """Moves a hook point right behind another one and what stands on that, and counts all of them anew.
+
+    It comes before those that follow a point elsewhere, unless it does so itself: what they add goes on top.
+
+    Args:
+        points: the hook points by name, in their order; changed in place.
+        hook: the one to be moved.
+        behind: the other one.
+    """
+    in_order = [point for point in points.values() if point is not hook]
+    at = in_order.index(behind) + 1
+    following = {follower.name for point in in_order for follower in point.point.linked}
+    last = hook.name in following
+    while at < len(in_order) and in_order[at].name.startswith(f"{behind.name}."):
+        if in_order[at].name in following and not last:
+            break
+        at += 1
+    in_order.insert(at, hook)
+    points.clear()
+    points.update((point.name, point) for point in in_order)
+    for order, point in enumerate(in_order):
+        point.order = order
+
 
 T = TypeVar("T")
 
@@ -543,3 +608,69 @@ class Wiring:
             for hook in self.points.values():
                 self._by_block.setdefault((hook.point.stack, hook.point.depth), []).append(hook)
         return self._by_block.get((stack, depth), [])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a trace keeps ready while the model runs, for what its body may ask for next.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class TraceOpenings:
+    """Modules that take notice of hooks which come while they run, and sites that are watched before anyone listens.
+
+    torch looks for hooks once, when a module is called, and a tap wraps its module's forward. A view that needs
+    what is seen elsewhere in its block needs it seen before somebody asks for that view.
+
+    Args:
+        wiring: of the bridge.
+        scope: of the trace.
+    """
+
+    def __init__(self, wiring: Wiring, scope: Scope) -> None:
+        self._wiring, self._scope = wiring, scope
+        self._paths: set[str] = set()
+        self._modules: list[nn.Module] = []
+        self._taps: list[Tap] = []
+        self._watched: dict[SiteHook, None] = {}
+
+    def open(self, path: str) -> None:
+        """Lets the scope begin to listen to the modules on a path, and inside them, while they run."""
+        if path in self._paths:
+            return
+        wiring = self._wiring
+        with wiring.lock:
+            modules = wiring.finder(path).modules_on_path
+            while path not in self._paths:
+                self._paths.add(path)
+                module = modules.pop()
+                if type(module).forward is not nn.Module.forward:  # a list of modules is never called
+                    add_forward_hook(module, self._scope, noop_hook)
+                    self._modules.append(module)
+                kind = wiring.tapped.get(path)
+                if kind is not None and kind != "experts":  # that tap computes one expert at a time
+                    tap = tap_on(kind, module)
+                    tap.open(self._scope)
+                    self._taps.append(tap)
+                path = path.rpartition(".")[0]
+
+    def watch(self, sites: Iterable[SiteHook]) -> None:
+        """Keeps what passes some sites, for views that somebody may ask for behind them."""
+        with self._wiring.lock:
+            for site in sites:
+                if site not in self._watched:
+                    self._watched[site] = None
+                    site.watchers += 1
+                    site.update()
+
+    def close(self) -> None:
+        """Ends all of it."""
+        with self._wiring.lock:
+            while self._modules:
+                remove_forward_hook(self._modules.pop(), self._scope)
+            while self._taps:
+                self._taps.pop().close(self._scope)
+            while self._watched:
+                site, _ = self._watched.popitem()
+                site.watchers -= 1
+                site.update()
+            self._paths.clear()

@@ -35,15 +35,15 @@ from adapters import (
     UnsupportedModelError,
     verify,
 )
+from adapters.architecture import tables
 from adapters.attention import Gate
 from adapters.config import ModelConfig
 from adapters.feed_forward import CHOICE
-from adapters.inputs.made import sample_inputs
+from adapters.inputs import sample_inputs
 from adapters.norms import GEMMA_NORM, LAYER_NORM, NO_NORM, RMS_NORM, NormKind
-from adapters.observe.recording import Recorder
-from adapters.paths import has_module, join, module_path
-from adapters.proofs.report import Report
-from adapters.stream_ends import tables
+from adapters.observe.observe import Recorder
+from adapters.points import has_module, join, module_path
+from adapters.proofs.evidence import Report
 from adapters.views import (
     Affine,
     AlibiScores,

@@ -11,14 +11,12 @@ from transformers import PreTrainedModel
 
 from adapters import Architecture, Attention, Block, Norm, verify
 from adapters.norms import LAYER_NORM
-from adapters.proofs.coverage import CLAIM as LEFT_OUT
-from adapters.proofs.ends.embeddings import CHAIN, ENDS
-from adapters.proofs.ends.logits import LOGITS
+from adapters.proofs.facts import LEFT_OUT as LEFT_OUT
 from adapters.proofs.feed_forward import CHOICE, GATED
-from adapters.proofs.norms import CLAIM as NORMS
+from adapters.proofs.feed_forward import CLAIM as NORMS
 from adapters.proofs.projections import CLAIM as COLUMNS
 from adapters.proofs.scores import MASK, SCORES, VALUES
-from adapters.proofs.stream import READS
+from adapters.proofs.stream import CHAIN, ENDS, LOGITS, READS
 from adapters.registry import declaration_for
 from bridge import TransformerBridge
 from tests.adapters.mutations import NOT_CLAIMS, Mutation, declared_as, mutations, tried

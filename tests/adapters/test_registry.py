@@ -139,8 +139,8 @@ def test_importing_the_class_loads_no_family_and_no_proof() -> None:
     loaded = set(
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     )
-    assert "bridge.run.forward" in loaded
+    assert "bridge.run.run" in loaded
     rooms = ("adapters.families.", "adapters.automatic.", "bridge.trace.", "bridge.programs.", "bridge.generation.")
     rooms += ("bridge.lens.", "bridge.loading.", "bridge.patching", "bridge.legacy", "bridge.pictures", "bridge.export")
-    rooms += ("adapters.proofs.verification", "beartype")
+    rooms += ("adapters.proofs.proofs", "beartype")
     assert not [name for name in loaded if name.startswith(rooms)]

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from adapters import verify
 from adapters.config import ModelConfig
-from adapters.imports.versions import known_error, older_than_declared
+from adapters.imports import known_error, older_than_declared
 from adapters.registry import UndeclaredOptionError, declaration_for, has_declaration
 from bridge import TransformerBridge
 from tests.tiny_models import CANNOT_BE_BUILT, Task, model_class, tiny_config, tiny_model, types

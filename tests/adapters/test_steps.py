@@ -31,7 +31,7 @@ from adapters.config import rotary_values
 from adapters.families.llama import ATTENTION, FEED_FORWARD, llama_like
 from adapters.families.shapes.llama import normed
 from adapters.norms import LAYER_NORM, RMS_NORM
-from adapters.proofs.ends.embeddings import ENDS
+from adapters.proofs.stream import ENDS
 from adapters.views import Affine, times
 from bridge import TransformerBridge
 from tests.adapters.hybrid import FACTOR, HALF, HEADS, WIDTH, hybrid, tiny_hybrid

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from adapters import UnsupportedModelError, proofs, verify
-from adapters.inputs.made import CannotBeMade
+from adapters.inputs import CannotBeMade
 from bridge import TransformerBridge
 from tests.tiny_models import add_noise, tiny_config
 
@@ -83,7 +83,7 @@ def test_what_cannot_be_tried_is_said(caplog: pytest.LogCaptureFixture, monkeypa
     def fails(*args: object, **kwargs: object) -> str:
         raise CannotBeMade("it needs pixel_values")
 
-    monkeypatch.setattr("adapters.proofs.verification.some_tokens", fails)
+    monkeypatch.setattr("adapters.proofs.proofs.some_tokens", fails)
     TransformerBridge(made(SameLlama))
     (record,) = caplog.records
     assert record.getMessage() == (

@@ -10,7 +10,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from adapters import verify
-from adapters.imports.versions import known_error
+from adapters.imports import known_error
 from bridge import TransformerBridge
 
 SIZES = {

@@ -7,8 +7,8 @@ from bridge import TransformerBridge
 from bridge.analysis.head_detector import detect_head
 from bridge.analysis.svd import SVDInterpreter
 from bridge.circuits import Graph
-from bridge.circuits.edge_run import EdgeRun
-from bridge.circuits.senders import written
+from bridge.circuits.edge_runs import EdgeRun
+from bridge.circuits.graph import written
 from tests.tiny_models import tiny_model
 
 TOKENS, OTHERS = torch.tensor([[1, 5, 9, 33, 7]]), torch.tensor([[1, 5, 41, 33, 70]])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bridge import TransformerBridge
 from bridge.analysis.logit_lens import head_contributions, logit_lens
-from bridge.cache.activation_cache import ActivationCache
+from bridge.cache import ActivationCache
 from bridge.patching import get_act_patch_attn_out, get_act_patch_mixer_out
 from tests.tiny_models import tiny_model
 

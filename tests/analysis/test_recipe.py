@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from adapters.inputs.made import sample_inputs, split
+from adapters.inputs import sample_inputs, split
 from bridge import TransformerBridge
 from bridge.analysis.logit_lens import head_contributions
 from tests.tiny_models import tiny_model

@@ -6,8 +6,8 @@ from jaxtyping import TypeCheckError
 
 from bridge import TransformerBridge
 from bridge.circuits import EdgeScores, Graph, edge_attribution, kl_divergence, logit_difference, mean_scores
-from bridge.circuits.edge_run import EdgeRun
-from bridge.circuits.senders import written
+from bridge.circuits.edge_runs import EdgeRun
+from bridge.circuits.graph import written
 from tests.analysis.models import bridge_of
 from tests.circuits.test_edges import FAMILIES
 from tests.conftest import tiny, torch_hooks

@@ -9,9 +9,9 @@ import torch
 
 from bridge import TransformerBridge
 from bridge.circuits import Circuit, Curve, EdgeScores, Graph, LayerShape, faithfulness_curve
-from bridge.circuits.drawing import _depths, _joins
-from bridge.circuits.evaluation import Evaluation
-from bridge.circuits.senders import written
+from bridge.circuits.circuits import _depths, _joins
+from bridge.circuits.edge_runs import Evaluation
+from bridge.circuits.graph import written
 from bridge.tasks import embedded_pairs
 from tests.circuits.by_hand import ByHand
 from tests.conftest import tiny

@@ -5,8 +5,8 @@ import torch
 from jaxtyping import TypeCheckError
 
 from bridge.circuits import Graph, edge_effects, logit_difference, path_patching
-from bridge.circuits.edge_run import EdgeRun
-from bridge.circuits.senders import written
+from bridge.circuits.edge_runs import EdgeRun
+from bridge.circuits.graph import written
 from tests.analysis.models import bridge_of
 from tests.circuits.by_torch_hooks import ByTorchHooks
 from tests.conftest import torch_hooks

@@ -11,12 +11,19 @@ import sys
 import pytest
 
 from bridge.embedded import Prompt, prompts
-from bridge.embedded.facts import FACTS, PHRASINGS, clozes
-from bridge.embedded.grammar import random_list
-from bridge.embedded.holdout import list_held_out, pair_held_out
+from bridge.embedded.language import (
+    FACTS,
+    IOI_TEMPLATES,
+    NAMES,
+    PHRASINGS,
+    clozes,
+    list_held_out,
+    pair_held_out,
+    random_list,
+    split,
+    vocabulary,
+)
 from bridge.embedded.prompts import KINDS, count, held_out_pairs
-from bridge.embedded.vocabulary import split, vocabulary
-from bridge.embedded.words import IOI_TEMPLATES, NAMES
 from tools.embedded.text import SORTS, Document, documents
 
 

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bridge.embedded import MODEL_DIR, prompts
+from bridge.embedded.language import SPECIALS, vocabulary
 from bridge.embedded.prompts import KINDS
-from bridge.embedded.vocabulary import SPECIALS, vocabulary
 from tools.embedded.measure import accuracy, head_scores, repeat_accuracy, repeated_lists
 from tools.embedded.text import english
 from tools.embedded.train import build_model, build_tokenizer, save, train

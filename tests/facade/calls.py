@@ -12,9 +12,8 @@ import torch
 
 from bridge import FactoredMatrix, TransformerBridge, patching
 from bridge.analysis import head_detector, logit_lens
-from bridge.analysis.composition import composition_scores
-from bridge.analysis.svd import SVDInterpreter
-from bridge.cache.activation_cache import ActivationCache
+from bridge.analysis.svd import SVDInterpreter, composition_scores
+from bridge.cache import ActivationCache
 from bridge.circuits import (
     Circuit,
     Graph,

@@ -9,7 +9,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from bridge import TransformerBridge
 from bridge.generation import batch
-from bridge.generation.capacity import Capacity, capacity_for
+from bridge.generation.batch import Capacity, capacity_for
 from bridge.interventions import Add, Mean, Scale, Zero
 from tests.conftest import tiny
 from tests.tiny_models import tiny_model
@@ -133,7 +133,7 @@ def test_room_follows_from_model_and_memory(bridge, monkeypatch):
     room = capacity_for(bridge.core, LENGTHS, NEW)
     assert room.tokens == sum(LENGTHS)
     assert room.pages == sum(room.pages_of(length, NEW) for length in LENGTHS)
-    monkeypatch.setattr("bridge.generation.capacity.free_memory", lambda device: 10000)
+    monkeypatch.setattr("bridge.generation.batch.free_memory", lambda device: 10000)
     with pytest.raises(ValueError, match="the longest prompt has 21 tokens, and with 6 new ones it needs"):
         capacity_for(bridge.core, LENGTHS, NEW)
 

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bridge import TransformerBridge
-from bridge.generation.stream import TextPieces
+from bridge.generation.generation import TextPieces
 
 TOKENS = torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(0))
 NEW = {"max_new_tokens": 4, "do_sample": False, "verbose": False, "stop_at_eos": False}

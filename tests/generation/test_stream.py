@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bridge import TransformerBridge
-from bridge.generation.stream import TextPieces
+from bridge.generation.generation import TextPieces
 from tests.conftest import tiny, torch_hooks
 
 GREEDY = {"do_sample": False, "verbose": False}

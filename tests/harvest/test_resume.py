@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from bridge import TransformerBridge
-from bridge.harvest import Activations, HarvestError, MixError, WriteError, check, harvest, storage
-from bridge.harvest.local import BackgroundWriter
+from bridge.harvest import Activations, HarvestError, MixError, WriteError, check, harvest
+from bridge.harvest import shards as storage
+from bridge.harvest.engines import BackgroundWriter
 from tests.conftest import tiny
 from tests.harvest.common import RESID, TEXTS, Z, read, shards
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bridge import TransformerBridge
-from bridge.hooks.filter_functions import what_it_depends_on
+from bridge.hooks.names import what_it_depends_on
 from tests.conftest import tiny
 
 ENDING = "hook_z"

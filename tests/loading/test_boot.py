@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from bridge import TransformerBridge
 from bridge.embedded import MODEL_DIR
-from bridge.loading.training_checkpoints import checkpoint_revision, checkpoint_steps
+from bridge.loading.loading import checkpoint_revision, checkpoint_steps
 from tests.conftest import tiny
 
 
@@ -193,7 +193,7 @@ def test_a_model_in_hookedtransformers_own_format_says_what_loads_it():
 
 
 def test_a_gguf_file_brings_its_tokenizer(monkeypatch, tmp_path):
-    from bridge.loading import boot
+    from bridge.loading import loading as boot
 
     asked = []
     monkeypatch.setattr(boot.AutoTokenizer, "from_pretrained", lambda *args, **options: asked.append((args, options)))

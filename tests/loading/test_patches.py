@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCau
 from transformers.monkey_patching import clear_patch_mapping, get_patch_mapping, register_patch_mapping
 
 from adapters import verify
-from adapters.imports.versions import has_transformers
+from adapters.imports import has_transformers
 from bridge import TransformerBridge
 from tests.adapters.test_verify_all import tiny
 from tests.loading.patched_qwen2_moe import FusedAttention, SequentialExperts

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from adapters import verify
 from bridge import NativeConfig, TransformerBridge
 from bridge.native import NativeModel
-from bridge.native.config import ACT_FNS, INIT_MODES
+from bridge.native.native import ACT_FNS, INIT_MODES
 from tests.native.by_hand import ByHand
 from tests.tiny_models import checkpoint
 

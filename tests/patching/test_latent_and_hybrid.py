@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bridge import TransformerBridge, patching
-from bridge.hooks.act_names import act_name
+from bridge.hooks.names import act_name
 from bridge.patching.setters import layer_head_vector_patch_setter, layer_pos_patch_setter
 from tests.tiny_models import tiny_model
 

@@ -7,9 +7,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForC
 from bridge import TransformerBridge
 from bridge import patching as ready
 from bridge.patching import ablated, sweep
-from bridge.patching.corrupted import CorruptedRun
-from bridge.patching.generic import generic_activation_patch
-from bridge.patching.lazy_logits import lazy
+from bridge.patching.corrupted import CorruptedRun, lazy
+from bridge.patching.patching import generic_activation_patch
 from bridge.patching.setters import layer_head_vector_patch_setter
 from tests.analysis.models import HUGGING_FACE, NATIVE, bridge_of
 from tests.conftest import tiny
@@ -305,7 +304,7 @@ def test_the_memory_budget_bounds_the_batch(bridge, tokens, monkeypatch):
         TransformerBridge, "run_with_hooks", lambda self, x, **more: rows.append(len(x)) or run(self, x, **more)
     )
     monkeypatch.setattr(
-        "bridge.patching.memory.free_memory", lambda device: 4 * 4 * (16 * 32 + 6 * 128 + 3 * 4 * 6) * 30
+        "bridge.patching.corrupted.free_memory", lambda device: 4 * 4 * (16 * 32 + 6 * 128 + 3 * 4 * 6) * 30
     )
     arguments = (bridge, corrupted, cache, metric, layer_head_vector_patch_setter, "z", ("layer", "head"))
     generic_activation_patch(*arguments, verbose=False)

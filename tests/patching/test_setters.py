@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bridge import TransformerBridge
-from bridge.patching.generic import generic_activation_patch
+from bridge.patching.patching import generic_activation_patch
 from bridge.patching.setters import layer_head_vector_patch_setter
 from tests.conftest import tiny
 

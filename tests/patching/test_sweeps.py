@@ -10,8 +10,8 @@ from bridge import TransformerBridge, UnknownHookError, act_name
 from bridge import patching as ready
 from bridge.embedded import MODEL_DIR
 from bridge.legacy import HookedTransformer
-from bridge.patching.generic import generic_activation_patch, make_df_from_ranges
-from bridge.patching.runs import PatchedRuns, may_start_later
+from bridge.patching.corrupted import PatchedRuns, may_start_later
+from bridge.patching.patching import generic_activation_patch, make_df_from_ranges
 from bridge.patching.setters import (
     layer_head_vector_patch_setter,
     layer_pos_feature_patch_setter,
@@ -101,7 +101,7 @@ def test_runs_that_start_later_give_what_whole_runs_give(bridge, pair, monkeypat
         arguments = (bridge, corrupted, cache, metric, layer_pos_patch_setter, name, ("layer", "pos"))
         later = generic_activation_patch(*arguments, verbose=False)
         with monkeypatch.context() as patch:
-            patch.setattr("bridge.patching.runs.may_start_later", lambda model: False)
+            patch.setattr("bridge.patching.corrupted.may_start_later", lambda model: False)
             torch.testing.assert_close(generic_activation_patch(*arguments, verbose=False), later, atol=1e-5, rtol=1e-4)
 
 
@@ -240,7 +240,7 @@ def test_families(name, monkeypatch):
         function = getattr(ready, f"get_act_patch_{kind}")
         later = function(bridge, corrupted, cache, metric, verbose=False)
         with monkeypatch.context() as patch:
-            patch.setattr("bridge.patching.runs.may_start_later", lambda model: False)
+            patch.setattr("bridge.patching.corrupted.may_start_later", lambda model: False)
             plain = function(bridge, corrupted, cache, metric, verbose=False)
         torch.testing.assert_close(later, plain, atol=1e-4, rtol=0, msg=kind)
         assert later.std() > 0

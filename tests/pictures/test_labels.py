@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.pictures.labels import visible
+from bridge.pictures.style import visible
 
 odd = st.text(st.sampled_from(" \n\t\r·↵⇥␍∅\\x0\x00\xa0\u200b\u2028aé日🙂") | st.characters(), max_size=5)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.pictures.layered_graph import columns_of, layout
+from bridge.pictures.graphs import columns_of, layout
 
 graphs = st.lists(
     st.tuples(st.integers(0, 9), st.integers(0, 9)).filter(lambda pair: pair[0] < pair[1]),

@@ -22,7 +22,7 @@ EXPORTED = (
         ["programs/compiled.py"],
         ["programs/shared.py"],
         ["programs/changed.py"],
-        ["patching/compiled.py", *(f"programs/exported.py::{name}" for name in EXPORTED)],
+        ["patching/sweep.py", *(f"programs/exported.py::{name}" for name in EXPORTED)],
     ],
     ids=lambda files: files[0],
 )

@@ -13,9 +13,8 @@ from torch.nn import functional
 
 from bridge import TransformerBridge
 from bridge.export import formats
-from bridge.export.attention import attention_as_called
-from bridge.export.example import example_of
-from bridge.export.executorch import ForExecutorch
+from bridge.export.export import attention_as_called
+from bridge.export.formats import ForExecutorch, example_of
 from tests.adapters.test_verify_all import tiny
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bridge import TransformerBridge
-from bridge.programs.shells import shell_of
+from bridge.programs.lower import shell_of
 from tests.adapters.test_verify_all import ALIKE, USUAL, tiny
 
 

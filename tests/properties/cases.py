@@ -9,7 +9,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
 from adapters.registry import family_of
-from bridge.native.model import NativeModel
+from bridge.native.native import NativeModel
 from tests.properties.subject import Case
 from tests.tiny_models import CANNOT_BE_BUILT, Task, model_class, tiny_config, types
 

@@ -8,8 +8,8 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from adapters.inputs.made import arguments_of
-from adapters.paths import base_path, join
+from adapters.inputs import arguments_of
+from adapters.points import base_path, join
 from tests.properties.plain import Place, editing, outputs_inside, read_behind
 from tests.properties.subject import NEAR, Absent, Subject, Wrong, arranged, logits_of
 from tests.properties.sums import uncapped

@@ -8,7 +8,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from adapters.inputs.made import arguments_of
+from adapters.inputs import arguments_of
 from bridge.patching import get_act_patch_attn_head_out_all_pos, get_act_patch_resid_pre
 from tests.properties.plain import Place, editing, outputs_inside
 from tests.properties.subject import Absent, Subject, Wrong, logits_of

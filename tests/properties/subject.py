@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 import adapters
 from adapters import Architecture
-from adapters.inputs.made import arguments_of, sample_inputs, split
-from adapters.paths import base_path, join
+from adapters.inputs import arguments_of, sample_inputs, split
+from adapters.points import base_path, join
 from adapters.registry import declaration_for
 from bridge import TransformerBridge
 from tests.adapters.mutations import declared_as

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 from packaging.requirements import Requirement
 
-from adapters.imports import versions
+from adapters import imports as versions
 from bridge import TransformerBridge, __version__
 
 ROOT = Path(__file__).parents[2]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from bridge import TransformerBridge
-from bridge.generation.prompt import decode
-from bridge.generation.stream import TextPieces
+from bridge.generation.generation import TextPieces
+from bridge.generation.options import decode
 from bridge.run.tokenization import TokenizerFacts
 from tests.conftest import tiny
 

@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 
-from adapters.inputs.arguments import accepted_by
+from adapters.inputs import accepted_by
 from bridge import TransformerBridge
 from tests.tiny_models import tiny_model
 

@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 from adapters import verify
-from adapters.inputs.made import CannotBeMade, sample_inputs
+from adapters.inputs import CannotBeMade, sample_inputs
 from bridge import TransformerBridge
 from tests.adapters.mutations import mutations, tried
 from tests.tiny_models import config_for, tiny_model, tiny_of

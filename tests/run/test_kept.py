@@ -74,7 +74,7 @@ def test_the_type_of_a_mask_is_no_matter(implementation, dtype):
 def test_a_mask_is_brought_to_the_model(monkeypatch):
     """What the model is given lies where its input goes: here on a device that only says so."""
     bridge = TransformerBridge(tiny("llama"))
-    monkeypatch.setattr("bridge.run.model_inputs.input_device", lambda model: torch.device("meta"))
+    monkeypatch.setattr("bridge.run.inputs.input_device", lambda model: torch.device("meta"))
     seen = []
 
     def stop(module, args, kwargs):

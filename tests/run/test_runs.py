@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bridge import TransformerBridge
-from bridge.run.loss import lm_loss
+from bridge.run.run import lm_loss
 from tests.conftest import tiny, torch_hooks
 
 
@@ -36,8 +36,7 @@ def test_inputs(bridge, hf, tokens):
         (torch.zeros(2, 2, 2, 2), ValueError),
         (torch.zeros(2, dtype=torch.bool), TypeError),
     ):
-        from bridge.run.model_inputs import prepare
-        from bridge.run.request import Request
+        from bridge.run.inputs import Request, prepare
 
         with pytest.raises(error):
             prepare(bridge, Request(wrong))

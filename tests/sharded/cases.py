@@ -17,10 +17,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from adapters import verify
-from adapters.agreeing import DifferentEditsError
-from adapters.layout import SpreadModelError
+from adapters.spread import DifferentEditsError, SpreadModelError
 from bridge import TransformerBridge
-from bridge.cache.activation_cache import ActivationCache
+from bridge.cache import ActivationCache
 from bridge.harvest import Activations, HarvestError, harvest
 from bridge.hooks.names import UnknownHookError
 from tests.sharded.built_on_points import ALL

@@ -7,7 +7,7 @@ import transformers
 from torch import nn
 
 from adapters import MLP, Architecture, Block, Embedding, Norm, Projection, Readout, Stack, Step, register
-from adapters.mixers.part import Mixer
+from adapters.mixers import Mixer
 from adapters.norms import GEMMA_NORM, RMS_NORM
 from bridge import TransformerBridge
 

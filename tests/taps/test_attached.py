@@ -12,10 +12,10 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bridge import TransformerBridge
-from bridge.hooks.listener import Scope
+from bridge.hooks.context import Scope
 from bridge.taps.attention import AttentionTap
-from bridge.taps.patched_functions import PatchedFunction
-from bridge.taps.router import RouterTap
+from bridge.taps.experts import RouterTap
+from bridge.taps.tap import PatchedFunction
 from tests.adapters.by_hand.families import tiny
 from tests.adapters.test_reference import bridge_of
 from tests.tiny_models import tiny_model

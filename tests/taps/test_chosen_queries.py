@@ -9,8 +9,7 @@ from transformers import DynamicCache
 
 from adapters.views import View
 from bridge import TransformerBridge
-from bridge.taps.attention_call import AttentionCall
-from bridge.taps.attention_mask import additive_mask
+from bridge.taps.attention_call import AttentionCall, additive_mask
 from tests.conftest import FAMILIES, tiny
 from tests.tiny_models import tiny_model
 

@@ -5,7 +5,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, StaticCache
 
-from adapters.observe.functions import SOFTMAXES
+from adapters.observe.observe import SOFTMAXES
 from bridge import TransformerBridge
 from tests.adapters.test_verify_all import tiny as any_tiny
 from tests.conftest import FAMILIES, tiny

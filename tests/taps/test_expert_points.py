@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DeepseekV3Config, OlmoeConfig, PreTrainedConfig, PreTrainedModel
 
 from adapters import verify
-from adapters.experts import expert_bias, expert_weight
+from adapters.feed_forward import expert_bias, expert_weight
 from bridge import TransformerBridge
 from tests.adapters.test_verify_all import SIZES, tiny
 from tests.conftest import torch_hooks

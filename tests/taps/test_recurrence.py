@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters.mixers.functions import FUNCTIONS, ONE_STEP, POINTS
+from adapters.mixers import FUNCTIONS, ONE_STEP, POINTS
 from bridge import TransformerBridge
 from tests.conftest import torch_hooks
 from tests.taps.mixers import MODELS, build

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from bridge import TransformerBridge
 from bridge.tasks import embedded_pairs, greater_than, induction, ioi
 from bridge.tasks import ioi as ioi_function
-from bridge.tasks.greater_than import NOUNS
+from bridge.tasks.tasks import NOUNS
 from tests.conftest import tiny
 
 PROSE = (

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bridge import TransformerBridge
-from bridge.trace.errors import PointPassedError
+from bridge.trace.coroutine import PointPassedError
 
 PROMPT = "When Mary and John went to the store, John gave a drink to"
 

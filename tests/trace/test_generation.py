@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bridge.trace.errors import PointPassedError
+from bridge.trace.coroutine import PointPassedError
 from tests.conftest import torch_hooks
 
 GIVEN = {"max_new_tokens": 5, "do_sample": False}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bridge import TransformerBridge
-from bridge.trace.errors import PointPassedError
+from bridge.trace.coroutine import PointPassedError
 from tests.tiny_models import tiny_model
 
 TOKENS = torch.tensor([[3, 4, 5, 6]])

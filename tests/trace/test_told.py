@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from bridge.trace.errors import LateEditError, PointNeverCameError, PointPassedError
+from bridge.trace.coroutine import LateEditError, PointNeverCameError, PointPassedError
 from tests.conftest import torch_hooks
 
 A, B = "blocks.0.hook_mlp_out", "blocks.1.hook_mlp_out"

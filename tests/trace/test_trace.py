@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from bridge import TransformerBridge
-from bridge.trace.errors import LateEditError, PointNeverCameError, PointPassedError
+from bridge.trace.coroutine import LateEditError, PointNeverCameError, PointPassedError
 from tests.conftest import tiny, torch_hooks
 from tests.tiny_models import checkpoint, tiny_model
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from adapters import verify
-from adapters.imports.versions import known_error
+from adapters.imports import known_error
 from bridge import TransformerBridge
 from tests.adapters.test_verify_all import USUAL, tiny
 

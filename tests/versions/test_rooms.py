@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, Qwen2MoeConfig
 
 from adapters import verify
-from adapters.imports.versions import VersionError, checkpointing_method, has_transformers, older_than_declared
+from adapters.imports import VersionError, checkpointing_method, has_transformers, older_than_declared
 from bridge import NativeConfig, TransformerBridge
 from bridge.circuits import edge_attribution
 from bridge.cli.main import main

@@ -16,7 +16,7 @@ from bridge import NativeConfig, TransformerBridge
 from bridge.native import NativeModel
 from tests.adapters.by_hand import families
 from tests.weight_processing.models import SAVED, copies, log_probs, processed, same, tiny, tokens
-from weight_processing import file_conversion as conversion
+from weight_processing import saving as conversion
 from weight_processing.check import InFloat32
 from weight_processing.process import is_processed
 

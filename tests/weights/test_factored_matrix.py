@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bridge import FactoredMatrix
-from bridge.analysis.composition import composition_scores
+from bridge.analysis.svd import composition_scores
 from tests.analysis.models import bridge_of
 
 SIZES = st.integers(1, 6)
@@ -181,7 +181,7 @@ def test_heads_of_a_model_by_hand(case: str) -> None:
 
 
 def test_a_mode_that_is_none() -> None:
-    from bridge.analysis.composition import all_scores
+    from bridge.analysis.svd import all_scores
 
     with pytest.raises(ValueError, match="mode is 'O'; it must be 'Q', 'K' or 'V'"):
         all_scores(bridge_of("gpt2"), "O")

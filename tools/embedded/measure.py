@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from bridge.embedded.grammar import random_list
+from bridge.embedded.language import random_list
 from bridge.embedded.prompts import Prompt, prompts
 
 

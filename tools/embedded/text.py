@@ -8,11 +8,18 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from bridge.embedded import words
-from bridge.embedded.facts import Cloze, clozes
-from bridge.embedded.grammar import context, random_list
-from bridge.embedded.holdout import list_held_out, pair_held_out
-from bridge.embedded.vocabulary import SPECIALS, split, vocabulary
+from bridge.embedded import language as words
+from bridge.embedded.language import (
+    SPECIALS,
+    Cloze,
+    clozes,
+    context,
+    list_held_out,
+    pair_held_out,
+    random_list,
+    split,
+    vocabulary,
+)
 
 ALL_PIECES: tuple[str, ...] = tuple(vocabulary()[len(SPECIALS) :])
 """Every piece that is not a special token."""

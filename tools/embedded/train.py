@@ -28,7 +28,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from bridge.embedded.vocabulary import PIECE, vocabulary
+from bridge.embedded.language import PIECE, vocabulary
 from tools.embedded.measure import figures
 from tools.embedded.text import documents
 

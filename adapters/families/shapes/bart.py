@@ -6,11 +6,10 @@ from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
-from adapters.architecture import Architecture, Block, Embedding, Readout, Stack, Step
+from adapters.architecture import Architecture, Block, Embedding, Readout, Stack, Step, tables
 from adapters.attention import Attention, Projection
 from adapters.feed_forward import MLP
 from adapters.norms import LAYER_NORM, Norm
-from adapters.stream_ends import tables
 from adapters.views import Affine, times
 
 

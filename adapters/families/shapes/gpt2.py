@@ -7,11 +7,10 @@ from typing import Literal
 
 from transformers import PreTrainedConfig
 
-from adapters.architecture import Architecture, Block, Embedding, Readout, Stack, Step
+from adapters.architecture import Architecture, Block, Embedding, Readout, Stack, Step, tables
 from adapters.attention import Attention, Projection
 from adapters.feed_forward import MLP
 from adapters.norms import LAYER_NORM, Norm
-from adapters.stream_ends import tables
 from adapters.views import View, columns, interleaved
 
 FEED_FORWARD = MLP("mlp", up=Projection("c_fc"), down="c_proj")

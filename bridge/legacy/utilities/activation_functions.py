@@ -9,8 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers.activations import ACT2FN, XIELUActivation
 
-from bridge.native.config import ACT_FNS
-from bridge.native.model import SoLU
+from bridge.native.native import ACT_FNS, SoLU
 
 #: What an activation function is.
 ActivationFunction = Callable[..., Tensor]

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from adapters import UnsupportedModelError, verify
-from adapters.automatic.declaration import infer
-from adapters.observe.calls import mark
+from adapters.automatic.automatic import infer
+from adapters.observe.observe import mark
 from bridge import TransformerBridge
 from tests.conftest import torch_hooks
 from tests.tiny_models import tiny_model

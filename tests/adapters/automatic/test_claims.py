@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from adapters import verify
-from adapters.automatic.declaration import infer
-from adapters.inputs.made import sample_inputs, split
+from adapters.automatic.automatic import infer
+from adapters.inputs import sample_inputs, split
 from benchmarks.models import how_much
 from bridge import TransformerBridge
 from tests.adapters.mutations import declared_as

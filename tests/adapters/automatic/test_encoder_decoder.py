@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from adapters import verify
-from adapters.automatic.declaration import infer
-from adapters.automatic.source import source_of
-from adapters.inputs.made import sample_inputs
+from adapters.automatic.automatic import infer, source_of
+from adapters.inputs import sample_inputs
 from adapters.views import PositionsFirst
 from bridge import TransformerBridge
 from tests.adapters.mutations import declared_as

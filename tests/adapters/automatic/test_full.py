@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from adapters import verify
 from adapters.proofs.feed_forward import CHOICE, GATED
-from adapters.proofs.norms import CLAIM as NORMS
+from adapters.proofs.feed_forward import CLAIM as NORMS
 from adapters.proofs.scores import SCORES, VALUES
 from adapters.proofs.stream import READS
 from benchmarks.models import how_much

@@ -13,8 +13,8 @@ import transformers
 from torch import Tensor, nn
 
 from adapters import verify
-from adapters.inputs.made import sample_inputs
-from adapters.stream_ends import mean_at, tables
+from adapters.architecture import mean_at, tables
+from adapters.inputs import sample_inputs
 from bridge import TransformerBridge
 from tests.adapters.mutations import declared_as
 from tests.tiny_models import config_for, tiny_of

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from adapters import verify
-from adapters.inputs.made import sample_inputs
+from adapters.inputs import sample_inputs
 from bridge import TransformerBridge
 from tests.tiny_images import image_inputs
 from tests.tiny_models import Task, tiny_model, types

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from adapters import Architecture, Attention, verify
-from adapters.proofs.ends.embeddings import ENDS
 from adapters.proofs.scores import SCORES, VALUES
+from adapters.proofs.stream import ENDS
 from bridge import TransformerBridge
-from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.hooks import HookPoint
 from tests.adapters.mutations import declared_as
 from tests.tiny_models import tiny_model
 

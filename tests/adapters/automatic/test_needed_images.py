@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from adapters import verify
-from adapters.inputs.made import sample_inputs, split
-from adapters.inputs.places import text_places
+from adapters.inputs import sample_inputs, split, text_places
 from bridge import TransformerBridge
 from tests.tiny_models import tiny_model
 

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from adapters import UnsupportedModelError, verify
 from adapters.architecture import Architecture
-from adapters.automatic.declaration import infer
-from adapters.automatic.ends.readout import readout_between
-from adapters.automatic.source import source_of
+from adapters.automatic.automatic import infer, source_of
+from adapters.automatic.ends import readout_between
 from bridge import TransformerBridge
 from tests.conftest import tiny
 from tests.tiny_models import model_class, tiny_config, tiny_model

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from adapters import verify
 from bridge import TransformerBridge
-from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.hooks import HookPoint
 from tests.tiny_models import Task, tiny_model
 
 TOKENS = torch.tensor([[5, 9, 33, 4, 71, 17, 8, 60], [3, 88, 12, 6, 41, 20, 7, 54]])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from adapters import verify
 from bridge import TransformerBridge
 from bridge.analysis.logit_lens import logit_lens
-from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.hooks import HookPoint
 from bridge.lens import lens
 from tests.tiny_models import tiny_model
 

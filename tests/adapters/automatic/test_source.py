@@ -8,8 +8,7 @@ import pytest
 
 from adapters import registry
 from adapters.architecture import Architecture
-from adapters.automatic.declaration import infer
-from adapters.automatic.source import source_of
+from adapters.automatic.automatic import infer, source_of
 from bridge.cli.main import main
 from tests.tiny_models import tiny_model
 

@@ -13,7 +13,7 @@ from adapters import verify
 from adapters.architecture import Block, Readout, Step
 from adapters.attention import Projection
 from adapters.feed_forward import MLP
-from adapters.proofs.protocol import Hook
+from adapters.proofs.evidence import Hook
 from adapters.views import Affine, times
 from benchmarks.models import how_much
 from bridge import TransformerBridge

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from adapters.imports.versions import clamp_of
+from adapters.imports import clamp_of
 from tests.adapters.by_hand.transformer import Model
 
 WORDS = 61

@@ -17,11 +17,9 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from adapters.automatic import declaration as inference
-from adapters.kept import folder
-from adapters.kept.declaration import Declaration, DeclarationError
-from adapters.kept.encoding import CannotBeEncoded, decoded, encoded
-from adapters.kept.identity import identity_of
+from adapters import kept as folder
+from adapters.automatic import automatic as inference
+from adapters.kept import CannotBeEncoded, Declaration, DeclarationError, decoded, encoded, identity_of
 from adapters.views import View
 from bridge import TransformerBridge
 from bridge.version import __version__

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import transformers
 
-from adapters.observe import progress
+from adapters.observe import recognised as progress
 from bridge import TransformerBridge
 from tests.conftest import tiny
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from adapters import verify
-from adapters.proofs.ends.logits import LOGITS
-from adapters.proofs.norms import CLAIM as NORMS
-from adapters.proofs.report import Check, Findings
+from adapters.proofs.evidence import Check, Findings
+from adapters.proofs.feed_forward import CLAIM as NORMS
+from adapters.proofs.stream import LOGITS
 from bridge import TransformerBridge
 from tests.conftest import tiny
 

@@ -7,7 +7,7 @@ import transformers
 from torch import Tensor
 
 from adapters.proofs import mechanics
-from adapters.proofs.search import Proof
+from adapters.proofs.proofs import Proof
 from adapters.views import Call, View
 from bridge import TransformerBridge
 from tests.adapters.test_verify import change

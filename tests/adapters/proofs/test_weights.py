@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from adapters.proofs.evidence import randomized_run, some_tokens
-from adapters.proofs.report import Findings
-from adapters.proofs.weights import CLAIM, prove_weights
+from adapters.proofs.evidence import Findings, randomized_run, some_tokens
+from adapters.proofs.facts import WEIGHTS as CLAIM
+from adapters.proofs.facts import prove_weights
 from adapters.weights import Weights
 from bridge import TransformerBridge
 from tests.adapters.test_verify_all import tiny

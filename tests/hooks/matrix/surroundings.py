@@ -18,7 +18,7 @@ import peft
 import torch
 from torch import Tensor, nn
 
-from adapters.inputs.arguments import accepted_arguments
+from adapters.inputs import accepted_arguments
 from bridge import TransformerBridge
 from tests.adapters.test_verify_all import tiny
 from tests.hooks.matrix.places import PLACES

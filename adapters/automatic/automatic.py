@@ -1,0 +1,623 @@
+"""From a recorded run to an `Architecture`, and what it cannot say, with the reasons."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+from torch import nn
+
+from adapters.architecture import Architecture, Block, Head, NamedStep, Part, Readout, Stack, Step
+from adapters.attention import Attention
+from adapters.automatic.attention import FoundAttention, auxiliary_modules, with_values
+from adapters.automatic.blocks import (
+    FoundStack,
+    alike,
+    find_cycles,
+    find_stacks,
+    number_calls,
+    number_norms,
+    refuse_two_towers,
+    why_no_layers,
+)
+from adapters.automatic.ends import (
+    End,
+    FoundEmbedding,
+    Pool,
+    find_embedding,
+    find_final_norm,
+    find_patches,
+    find_pool,
+    find_unembedding,
+    returned_by,
+)
+from adapters.automatic.facts import Facts, all_rotated, all_sized
+from adapters.automatic.feed_forward import FoundExpertModules, FoundMixture, FoundMLP, experts_of, list_of_experts
+from adapters.automatic.norms import norm_kind, relative, with_gated
+from adapters.automatic.parts import FoundPart, Norms, Parts, mixes_positions, modules_of, rerun
+from adapters.automatic.stream import (
+    Found,
+    Mixed,
+    Sum,
+    Sums,
+    Term,
+    Value,
+    collapse,
+    collapse_path,
+    first_of,
+    with_streams,
+)
+from adapters.config import act_fn_name, config_of
+from adapters.feed_forward import MoE
+from adapters.inputs import CannotBeMade, Given, sample_inputs, takes, text_places
+from adapters.mixers import Mixer, functions_of
+from adapters.norms import GEMMA_NORM, LAYER_NORM, NO_NORM, OPAQUE_NORM, RMS_NORM, Norm, NormKind
+from adapters.observe.observe import Mark, ModuleCall, NotFound, Recording, evaluating, outside_of_modes, record
+from adapters.observe.probe_copy import model_or_probe_copy
+from adapters.points import base_path, core_path, is_inside, join
+from adapters.views import PositionsFirst, SeveralStreams
+
+
+class NotInferable(Exception):
+    """No declaration could be inferred; the message says why."""
+
+
+@dataclass(frozen=True)
+class Inferred:
+    """What was inferred for a model.
+
+    Attributes:
+        architecture: the declaration.
+        not_offered: hook points, or what their names begin with, that it does not have, and why.
+    """
+
+    architecture: Architecture
+    not_offered: Mapping[str, str] = field(default_factory=dict)
+
+
+def infer(model: nn.Module, inputs: Given | None = None) -> Inferred:
+    """Infers what plays which part in a model, from one run of it on a few tokens. Nothing of it is changed.
+
+    Args:
+        model: a Hugging Face model with weights.
+        inputs: images or sound that it needs, by the names of its own arguments; None: made up.
+
+    Raises:
+        NotInferable: no list of blocks that a residual stream runs through was found; the message says why.
+
+    Example:
+        >>> from transformers import OlmoConfig, OlmoForCausalLM
+        >>> from adapters.automatic.automatic import infer
+        >>> sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+        >>> infer(OlmoForCausalLM(OlmoConfig(**sizes, vocab_size=61))).architecture.stack.path
+        'layers'
+    """
+    try:
+        # Wherever it is asked for: it goes by gradients.
+        with outside_of_modes(model):
+            refuse_two_towers(model)
+            with model_or_probe_copy(model) as subject, evaluating(subject):
+                given = sample_inputs(subject, inputs)
+                return _Inference(subject, given, record(subject, given)).run()
+    except (CannotBeMade, NotFound) as why:
+        raise NotInferable(str(why)) from None
+
+
+class _Inference:
+    def __init__(self, model: nn.Module, given: Given, recording: Recording) -> None:
+        self.model, self.given, self.recording = model, given, recording
+        self.base, self.core = base_path(model), core_path(model)
+        self.config = config_of(model).get_text_config()
+        self.not_offered: dict[str, str] = {}
+        self.facts = Facts(model, recording)
+        #: What the model writes over in the blocks of the list that is being looked at.
+        self.changed: dict[tuple[str, Literal["input", "output"]], None] = {}
+        #: What its first blocks read in place of tokens.
+        self.main = takes(model.get_submodule(self.core)).main
+
+    def run(self) -> Inferred:
+        stacks = self._lists_of_blocks()
+        (found, *others) = stacks
+        number_norms(stacks, self.recording)
+        embedding = self._embedding(found)
+        self.not_offered |= embedding.missing
+        first_stack, last_norm = self._stack(found, "encoder" if others else "blocks")
+        unembed = find_unembedding(self.model, self.recording, stacks[-1].blocks[-1].end)
+        pooled = self._pooled(found, last_norm) if self.main is not None and not others else None
+        if pooled is not None and pooled.unembed is None:  # a vector that the model returns besides the last stream
+            self.not_offered.pop("ln_final", None)
+            pooled = None
+        if pooled is not None:
+            first_stack, unembed = self._with_pooled(first_stack, pooled)
+        declared = [first_stack]
+        for other in others:
+            self.facts.freeze_first_stack()
+            decoder, last_norm = self._decoder(other, found)
+            declared.append(decoder)
+        values = self.facts.values(found, unembed)
+        declared[0] = replace(
+            declared[0],
+            embedding=embedding.declared(self.relative),
+            changed_in_place=(*declared[0].changed_in_place, *self._changed_before(found.blocks[0].start)),
+        )
+        for i, each in enumerate(stacks):
+            if each.positions_first:
+                tokens = declared[i].embedding.tokens
+                begins = bool(tokens) and self._is_positions_first(join(self.base, tokens))
+                ends = each is stacks[-1] and unembed is not None and self._is_positions_first(unembed.path)
+                declared[i] = replace(declared[i], stream_view=PositionsFirst(begins, ends))
+        heads: tuple[Head, ...] = ()
+        readout = Readout()
+        if pooled is not None:
+            path = "" if unembed is None else relative(unembed.path, self.core)
+            readout = Readout(path, pooled=None if pooled.norm else pooled.positions)
+        elif unembed is not None:
+            declared[-1], heads, readout = self._logits(stacks[-1], declared[-1], last_norm, unembed)
+        architecture = Architecture(
+            stacks=tuple(all_sized(stack, values) for stack in declared),
+            readout=readout,
+            heads=heads,
+            no_layer_runs=why_no_layers(found, bool(others), self.main),
+            config_values=values,
+        )
+        return Inferred(architecture, dict(self.not_offered))
+
+    def _is_positions_first(self, path: str) -> bool:
+        """Whether a module outside of the blocks puts out positions before the batch."""
+        calls = self.recording.of(path)
+        return bool(calls) and self.recording.turned(calls[0].left[0].value)
+
+    def _lists_of_blocks(self) -> list[FoundStack]:
+        """The lists of blocks that a stream runs through: one, or an encoder's and a decoder's.
+
+        Raises:
+            NotInferable: there are none, or several that are not these.
+        """
+        stacks, reason = find_stacks(self.model, self.recording)
+        if not stacks and (cycles := find_cycles(self.model, self.recording)):
+            stacks = [cycles]
+        more_than_text = any(x.is_floating_point() for x in self.given.values())
+        if more_than_text and (self.main is None or ("decoder_input_ids" in self.given and len(stacks) != 2)):
+            # Not towers of images, nor an encoder of another kind than text's: the decoder alone.
+            stacks = [each for each in stacks if each.stream.value.shape[1] in self.recording.lengths]
+        if not stacks:
+            raise NotInferable(reason or "no list of blocks is run through by a stream of the tokens' positions")
+        if self.main is not None and len(stacks) == 1 and stacks[0].stream.value.shape[1] in self.recording.lengths:
+            self.main = None
+        if self.recording.pos < 0:  # it was not given them as tokens
+            self.recording.pos = stacks[0].stream.value.shape[1]
+        two = len(stacks) == 2 and bool(getattr(config_of(self.model), "is_encoder_decoder", False))
+        if len(stacks) > 1 and not two:
+            raise NotInferable(f"it has {len(stacks)} lists of blocks ({', '.join(stack.path for stack in stacks)})")
+        return [with_streams(each, self.recording) for each in stacks]
+
+    def _embedding(self, found: FoundStack) -> FoundEmbedding:
+        """What the first stream begins with.
+
+        Raises:
+            NotInferable: the model reads tokens, and no embedding of them ran.
+        """
+        if self.main is not None:
+            return FoundEmbedding(find_patches(self.recording, first_of(found)))
+        text = text_places(self.model, self.given, found.blocks[0].module, found.stream.value)
+        embedding = find_embedding(self.model, self.recording, first_of(found), text=text)
+        if embedding is None:
+            raise NotInferable("no token embedding ran")
+        return embedding
+
+    def _logits(
+        self, found: FoundStack, stack: Stack, last_norm: Norm | None, unembed: ModuleCall
+    ) -> tuple[Stack, tuple[Head, ...], Readout]:
+        """What stands between the last stream and the logits, and the list of blocks with its final norm."""
+        last = collapse(self.recording, found)
+        on_stream = bool(stack.block.steps and stack.block.steps[-1].stream_norm)
+        if found.positions_first and unembed.entered and not self.recording.turned(unembed.entered.value):
+            last = last.transposed()
+        end = End(self.model, self.recording, self.core, unembed, found.blocks[-1].end)
+        normed, function = end.normed(last.value, last_norm, on_stream)
+        heads = end.heads(normed)
+        readout = end.readout(self.given, normed, bool(heads))
+        if readout.unknown:
+            self.not_offered["logits of the stream"] = readout.unknown
+        else:
+            self.not_offered.pop("ln_final", None)  # it is known what the output layer reads
+        return stack if function is None else replace(stack, final_norm=function), heads, readout
+
+    def _pooled(self, found: FoundStack, final: Norm | None) -> Pool | None:
+        """The one vector of each image, or sound, that is read behind the last block."""
+        last, after = collapse(self.recording, found), found.blocks[-1].end
+        return find_pool(self.recording, last, final, after, returned_by(self.model, self.given))
+
+    def _with_pooled(self, stack: Stack, pooled: Pool) -> tuple[Stack, ModuleCall | None]:
+        """The list of blocks with the norm that reads that vector, and the output layer behind it."""
+        self.not_offered.pop("ln_final", None)  # it is known what is read
+        if pooled.norm is None:
+            return stack, pooled.unembed
+        norm = Norm(self.relative(pooled.norm.path), pooled.norm.kind)
+        return replace(stack, final_norm=norm, collapse=pooled.positions), pooled.unembed
+
+    def _stack(self, found: FoundStack, name: str) -> tuple[Stack, Norm | None]:
+        """A list of blocks, and its final norm with its path from the model."""
+        self.facts.table = None
+        self.changed.clear()
+        for call in found.blocks:
+            number_calls(call, self.recording)
+        blocks = [self._block(found, index, name) for index in range(found.length)]
+        blocks = all_rotated(alike(blocks, found.members, self.not_offered, name))
+        usual = Counter(map(repr, blocks)).most_common(1)[0][0]
+        block = next(each for each in blocks if repr(each) == usual)
+        layers = {i: each for i, each in enumerate(blocks) if each != block}
+        last = collapse(self.recording, found)
+        final, factor = find_final_norm(self.recording, last, found.blocks[-1].end)
+        if final is None and found.positions_first:
+            final, factor = find_final_norm(self.recording, last.transposed(), found.blocks[-1].end)
+        if final is None and not (blocks[-1].steps and blocks[-1].steps[-1].stream_norm):
+            what = "ln_final" if name == "blocks" else f"{name}_final_ln"
+            self.not_offered[what] = "no norm that is known reads the last stream"
+        several = None if found.n_streams is None else SeveralStreams(found.n_streams)
+        stack = Stack(
+            self.relative(found.path),
+            block,
+            layers,
+            final_norm=final and Norm(self.relative(final.path), final.kind),
+            name=name,
+            members=found.members,
+            output=(found.outputs[0].key, found.blocks[0].n_left),
+            block_inputs=self._block_inputs(found, factor),
+            stream_view=PositionsFirst() if found.positions_first else several,
+            collapse=(path := collapse_path(self.recording, found)) and self.relative(path),
+            changed_in_place=tuple((join("*", at), which) for at, which in self.changed),
+        )
+        return stack, final
+
+    def _decoder(self, found: FoundStack, encoder: FoundStack) -> tuple[Stack, Norm | None]:
+        """The list of blocks that runs behind the encoder's, with the embeddings that make its first stream."""
+        stack, final = self._stack(found, "decoder")
+        embedding = find_embedding(self.model, self.recording, found.blocks[0], since=encoder.blocks[-1].end)
+        if embedding is None:
+            self.not_offered["decoder_embed"] = "no token embedding ran between the encoder and the decoder"
+            return stack, final
+        for what, why in embedding.missing.items():
+            self.not_offered[f"decoder_{what.removeprefix('hook_')}"] = why
+        return replace(stack, embedding=embedding.declared(self.relative)), final
+
+    def _block_inputs(self, found: FoundStack, last: float) -> dict[int, tuple[tuple[str, float], ...]]:
+        """What blocks are given that is not what left the one before.
+
+        Args:
+            found: the blocks.
+            last: what the stream is multiplied with behind the last.
+        """
+        factors = found.rescaled if last == 1 else {**found.rescaled, found.length: last}
+        inputs: dict[int, tuple[tuple[str, float], ...]] = {i: (("", factor),) for i, factor in factors.items()}
+        summed = {i: tuple((self.relative(path), w) for path, w in each) for i, each in found.block_inputs.items()}
+        return inputs | summed
+
+    def _changed_before(self, start: int) -> tuple[tuple[str, Literal["input", "output"]], ...]:
+        """What the model writes over, at the borders of the modules that run before the blocks."""
+        before = [call for call in self.recording.calls if -1 < call.end <= start and call.changed]
+        return tuple((self.relative(call.path), which) for call in before for which in call.changed)
+
+    def relative(self, path: str) -> str:
+        """A path of the model as one from its base model."""
+        try:
+            return relative(path, self.base)
+        except NotFound:
+            raise NotInferable(f"{path} stands outside of its base model, {self.base}") from None
+
+    def _block(self, stack: FoundStack, index: int, name: str) -> Block:
+        """One block, without steps where it cannot be declared."""
+        try:
+            return self._with_steps(stack, index, name)
+        except NotFound as why:
+            self.not_offered[f"{name}.{index}.hook_resid_mid"] = str(why)
+            return Block(())
+
+    def _with_steps(self, stack: FoundStack, index: int, name: str) -> Block:
+        """One block. What is not found out about it is noted by the name of the hook point that it costs.
+
+        Raises:
+            NotFound: what its steps are is not known, or something of them stands outside of it.
+        """
+        if index not in stack.indices:
+            self.not_offered[f"{name}.{index}"] = "it does not run with text alone"
+            return Block(())
+        self.facts.at_layer(index)
+        place = stack.indices.index(index)
+        call = stack.blocks[place]
+        inside = self.recording.between(call.start, call.end)
+        norms = with_gated(inside, {each: kind for each in inside if (kind := norm_kind(each)) is not None})
+        sums, found = self._sums(stack, place, norms)
+        prefix = f"{name}.{index}"
+        if found is None:
+            raise NotFound("what leaves the block is not what enters it and what its modules put out")
+        parts = Parts(call, self.recording, norms, sums, found.sums)
+        steps: list[Step] = []
+        notes: list[dict[str, str]] = []
+        firsts: list[int] = []
+        for total in found.sums:
+            firsts.append(len(steps))
+            for nth, (term, part) in enumerate(zip(total.terms, parts.of_sum(total), strict=True)):
+                note, earlier = dict(part.missing), parts.reads(term, total)
+                parallel_to = firsts[-1 if earlier is None else earlier] if nth else None
+                step = _step(self._part(part, norms, call, note), part, total, term, norms, call)
+                steps.append(replace(step, parallel_to=parallel_to))
+                notes.append(note)
+        ends = stack.ends[place] if stack.ends else None
+        self.changed |= dict.fromkeys(_changed(call, inside))
+        block = Block(tuple(steps), ends, norm=_norm(found.norm, norms, call))
+        for named, note in zip(block.named, notes, strict=True):
+            self._leave_out(prefix, named, note)
+        return block
+
+    def _leave_out(self, prefix: str, named: NamedStep, note: Mapping[str, str]) -> None:
+        """Notes the hook points of a step that what was not found out about it costs."""
+        own = f"{prefix}.hook_{named.name}_in"
+        if named.through_one and not named.leads:
+            self.not_offered[own] = f"one layer reads it for {named.name} and {' and '.join(named.shared)}"
+        for what, why in note.items():
+            if what == "entry":
+                self.not_offered[own] = why
+                if named.first and named.before.startswith("hook_resid_mid"):
+                    self.not_offered[f"{prefix}.{named.before}"] = why
+            else:
+                self.not_offered[f"{prefix}.{named.norm if what == 'pre' else named.name}"] = why
+
+    def _sums(self, stack: FoundStack, place: int, norms: Norms) -> tuple[Mapping[Mark, Value], Found | None]:
+        """What passes borders inside a block, and its sums."""
+        call, output = stack.blocks[place], stack.outputs[place]
+        if stack.n_streams is None:
+            plain = Sums(call, output, self.recording, list(norms))
+            return plain.values, plain.find()
+        mixed = Mixed(call, output, self.recording, stack.n_streams)
+        sums = mixed.find()
+        return mixed.values, None if sums is None else Found(tuple(sums))
+
+    def _part(self, part: FoundPart, norms: Norms, block: ModuleCall, note: dict[str, str]) -> Part:
+        """What a part is, as far as it can be said; `NotFound` where nothing says which names it has."""
+        attends = [s for s in part.softmaxes if s.scores.ndim in (3, 4) and s.scores.shape[-2] > 1]
+        mixes = self._mixes(part)
+        try:
+            if attends and mixes is not False:
+                return self._attention(part, norms, block)
+            if mixes:
+                return self._mixer(part, block, note)
+            if experts := experts_of(part, self.recording):
+                return self._mixture(FoundMixture(part, self.recording, block.path, experts, self.config))
+            if modules := list_of_experts(part, self.recording):
+                return self._mixture(FoundExpertModules(part, self.recording, block.path, modules, self.config))
+            return self._mlp(part, norms, block)
+        except NotFound as why:
+            note["inside"] = str(why)
+            return self._mixer(part, block, note, "attn" if attends and mixes is not False else "mlp")
+
+    def _mixes(self, part: FoundPart) -> bool | None:
+        """Whether a part mixes positions; None where it cannot be told."""
+        positions = 0 if self.recording.turned(part.out[1].live) else 1
+        return mixes_positions(part, positions, partial(rerun, self.model, self.given, positions))
+
+    def _attention(self, part: FoundPart, norms: Norms, block: ModuleCall) -> Attention:
+        found = FoundAttention(part, self.recording, norms, block)
+        declared = self.facts.add_attention(found, with_values(found, found.declare()))
+        return replace(declared, auxiliary_modules=auxiliary_modules(found, declared, norms))
+
+    def _mixture(self, found: FoundMixture | FoundExpertModules) -> MoE:
+        declared = found.declare()
+        for name in ("num_experts", "experts_per_token", "d_expert"):
+            self.facts.add(name, getattr(found, name))
+        self.facts.add("gated_mlp", found.gated)
+        self.facts.add("d_shared_expert", found.d_shared)
+        if found.act_fn:
+            self.facts.add("act_fn", act_fn_name(found.act_fn))
+        return declared
+
+    def _mlp(self, part: FoundPart, norms: Norms, block: ModuleCall) -> Part:
+        said = next((str(each) for each in self.facts.counts.get("act_fn", ()) if each), None)
+        found = FoundMLP(part, block.path, self.config, norms, block.given, said)
+        declared = found.declare()
+        self.facts.add("d_mlp", found.d_mlp)
+        if found.act_fn or not said:
+            self.facts.add("act_fn", act_fn_name(found.act_fn))
+        return declared
+
+    def _mixer(
+        self,
+        part: FoundPart,
+        block: ModuleCall,
+        note: dict[str, str],
+        plays: Literal["mixer", "attn", "mlp"] = "mixer",
+    ) -> Mixer:
+        """A part of which only what enters and leaves it is said."""
+        owner = part.owner or part.producer
+        path = relative(owner.path, block.path)
+        if plays != "mixer":
+            return Mixer(path, plays)
+        modules = modules_of(owner, self.recording)
+        if not (modules or functions_of(owner.module)) and any(True for _ in owner.module.parameters()):
+            note["inside"] = "it mixes positions without a softmax, and has no modules that run once"
+        return Mixer(path, modules=modules)
+
+
+def _step(declared: Part, part: FoundPart, total: Sum, term: Term, norms: Norms, block: ModuleCall) -> Step:
+    """The residual step of a part, which its block computes one after the other."""
+    (out, seen), post, at = part.out, _inside(part.post, block), partial(relative, base=block.path)
+    entry = None
+    if isinstance(declared, Mixer):
+        missing = "" if "entry" in part.missing else None
+        entry = at(part.reader.path) if part.reader and not part.owner else missing
+    return Step(
+        declared,
+        pre=_inside(part.pre, block),
+        result_chain=(*((post,) if post else ()), *term.transform),
+        stream_norm=_norm(total.norm, norms, block) if term is total.terms[-1] else None,
+        residual_transform=total.residual_transform if term is total.terms[0] else (),
+        residual_sum_module=None if total.sum_module is None else at(total.sum_module.path),
+        mix=None if total.mix is None else total.mix.of(block.path),
+        out=None if at(out.path) == declared.path else at(out.path),
+        out_element=seen.key or 0,
+        entry=entry,
+    )
+
+
+def _changed(block: ModuleCall, inside: Sequence[ModuleCall]) -> tuple[tuple[str, Literal["input", "output"]], ...]:
+    """What the model writes over, at the borders of modules that hook points may stand on: those of the block."""
+    own = [call for call in (block, *inside) if is_inside(call.path, block.path)]
+    return tuple((relative(call.path, block.path), which) for call in own for which in call.changed)
+
+
+def _norm(norm: ModuleCall | None, norms: Norms, block: ModuleCall) -> Norm | None:
+    return None if norm is None else Norm(relative(norm.path, block.path), norms[norm])
+
+
+def _inside(norm: Norm | None, block: ModuleCall) -> Norm | None:
+    return norm and Norm(relative(norm.path, block.path), norm.kind)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# An inferred declaration as the source of an adapter's file.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+#: The kinds of norms that have a name.
+_KINDS = {
+    LAYER_NORM: "LAYER_NORM", RMS_NORM: "RMS_NORM", GEMMA_NORM: "GEMMA_NORM", NO_NORM: "NO_NORM",
+    OPAQUE_NORM: "OPAQUE_NORM",
+}  # fmt: skip
+#: Where the names in a declaration come from.
+_MODULES = {
+    "adapters.architecture": (
+        "Architecture", "Block", "Embedding", "Head", "Mix", "Readout", "Stack", "Step",
+    ),
+    "adapters.attention": ("AddedOutput", "Attention", "Gate", "Projection", "SinkGate"),
+    "adapters.feed_forward": ("MLP", "MoE"),
+    "adapters.mixers": ("Mixer",),
+    "adapters.norms": ("Norm", "NormKind", *_KINDS.values()),
+    "adapters.registry": ("register",),
+    "adapters.views": (
+        "Affine", "AlibiScores", "Composed", "FilledScores", "Heads", "HeadsOfBatch", "MaskedScores", "OneHead",
+        "PositionsFirst", "SeveralStreams", "SinkScores", "columns", "gathered", "interleaved",
+    ),
+}  # fmt: skip
+_WIDTH = 110
+
+
+def source_of(architecture: Architecture, class_name: str, model_name: str) -> str:
+    """The file of an adapter that declares this.
+
+    Sizes are written as the model has them: a family's adapter takes them from the configuration, and says only what
+    differs from its nearest relative. It is a first draft, and true of this configuration.
+
+    Args:
+        architecture: what is declared.
+        class_name: the class that it is registered for, usually the family's ``...PreTrainedModel``.
+        model_name: for the first line.
+    """
+    constants = _shared_parts(architecture)
+    body = _written(architecture, 4, constants)
+    lines = [f"{name} = {_written(part, 0, {})}" for part, name in constants.items()]
+    function = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", class_name.removesuffix("PreTrainedModel")).lower()
+    declared = [
+        f'@register("{class_name}")',
+        f"def {function}(config: PreTrainedConfig) -> Architecture:",
+        f"    return {body}",
+    ]
+    text = "\n".join([*lines, "", "", *declared]) + "\n"
+    imports = [
+        f"from {module} import {', '.join(used)}"
+        for module, names in _MODULES.items()
+        if (used := [name for name in names if re.search(rf"\b{name}\b", text)])
+    ]
+    head = [
+        f'"""{model_name}."""',
+        "",
+        "from __future__ import annotations",
+        "",
+        "from transformers import PreTrainedConfig",
+    ]
+    return "\n".join([*head, "", *imports, "", text])
+
+
+def _shared_parts(architecture: Architecture) -> dict[Any, str]:
+    """Parts that stand in blocks of several kinds, with a name for each."""
+    counts: Counter[Any] = Counter()
+    for stack in architecture.stacks:
+        for block in {id(block): block for block in stack.every_block}.values():
+            counts.update(dict.fromkeys((step.part for step in block.steps if _is_hashable(step.part)), 1))
+    shared = [part for part, count in counts.items() if count > 1]
+    names = Counter(type(part).__name__ for part in shared)
+    seen: Counter[str] = Counter()
+    found = {}
+    for part in shared:
+        kind = type(part).__name__
+        seen[kind] += 1
+        found[part] = kind.upper() + (f"_{seen[kind]}" if names[kind] > 1 else "")
+    return found
+
+
+def _is_hashable(value: object) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _written(value: Any, indent: int, constants: Mapping[Any, str]) -> str:
+    """A value as Python source, in lines that are not too long."""
+    if _is_hashable(value) and value in constants:
+        return constants[value]
+    if isinstance(value, NormKind) and value in _KINDS:
+        return _KINDS[value]
+    if is_dataclass(value) and not isinstance(value, type):
+        inside = [_argument(field, getattr(value, field.name), indent + 4, constants) for field in fields(value)]
+        return _joined(f"{type(value).__name__}(", [each for each in inside if each], ")", indent)
+    if isinstance(value, Mapping):
+        pairs = (f"{_written(k, 0, {})}: {_written(v, indent + 4, constants)}" for k, v in value.items())
+        return _joined("{", pairs, "}", indent)
+    if isinstance(value, tuple):
+        inside = [_written(each, indent + 4, constants) for each in value]
+        return _joined(
+            "(", [*inside[:-1], inside[-1] + ("," if len(inside) == 1 else "")] if inside else [], ")", indent
+        )
+    if isinstance(value, list):
+        return f"[{', '.join(_written(each, 0, {}) for each in value)}]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    if value is None or isinstance(value, bool | int | float):
+        return repr(value)
+    names = inspect.signature(type(value)).parameters
+    inner = [_written(getattr(value, name), indent + 4, constants) for name in names]
+    return _joined(f"{type(value).__name__}(", inner, ")", indent)
+
+
+def _argument(field: Field[Any], value: Any, indent: int, constants: Mapping[Any, str]) -> str:
+    """A field as an argument; "" where it has its default."""
+    default = field.default
+    if field.default_factory is not MISSING:
+        default = field.default_factory()
+    if default is not MISSING and value == default:
+        return ""
+    text = _written(value, indent, constants)
+    return (
+        text
+        if field.name in ("name", "path", "kind", "part", "steps") and default is MISSING
+        else f"{field.name}={text}"
+    )
+
+
+def _joined(start: str, inside: Iterable[str], end: str, indent: int) -> str:
+    inside = list(inside)
+    line = f"{start}{', '.join(inside)}{end}"
+    if len(line) + indent <= _WIDTH and "\n" not in line:
+        return line
+    pad = " " * (indent + 4)
+    return f"{start}\n" + "".join(f"{pad}{each.rstrip(',')},\n" for each in inside) + " " * indent + end

@@ -1,1 +1,0 @@
-"""How a stream begins and how logits are read from it, found in a recording."""

@@ -1,1 +1,0 @@
-"""Blocks that carry several residual streams: what mixes them, before the first block and behind the last."""

@@ -1,1 +1,0 @@
-"""From a declaration to hook points: blocks, and what comes before and behind them."""

@@ -1,1 +1,0 @@
-"""What is imported, when: parts of our packages at first use, names of other libraries where their version has them."""

@@ -1,1 +1,0 @@
-"""What a model is given: tokens, and what else it needs, images or sound."""

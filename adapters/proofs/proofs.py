@@ -1,0 +1,393 @@
+"""`verify`: proves on a model what its adapter declares, without knowing the family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from adapters.attention import Attention
+from adapters.imports import known_error
+from adapters.inputs import Given, may_take, sample_inputs, split
+from adapters.observe.observe import WRONG, evaluating, one_line, outside_of_modes
+from adapters.observe.probe_copy import is_moved, probe_copy, trivial_parameters, why_no_probe_copy
+from adapters.observe.recognised import ProgressBar, progress, tolerance
+from adapters.proofs.evidence import (
+    Bridge,
+    Check,
+    Evidence,
+    Findings,
+    Hook,
+    Report,
+    places_of,
+    randomized_run,
+    some_tokens,
+    with_graph,
+    with_what_it_needs,
+)
+from adapters.proofs.facts import FACTS as FACTS
+from adapters.proofs.facts import LEFT_OUT as LEFT_OUT
+from adapters.proofs.facts import WEIGHTS as WEIGHTS
+from adapters.proofs.facts import prove_coverage, prove_facts, prove_modules, prove_weights
+from adapters.proofs.feed_forward import CLAIM as NORMS
+from adapters.proofs.feed_forward import GATED, prove_feed_forward, prove_norms
+from adapters.proofs.mechanics import Edits, Mechanics, Test
+from adapters.proofs.projections import CLAIM as COLUMNS
+from adapters.proofs.projections import prove_choices, prove_projections
+from adapters.proofs.scores import PATTERN, SCORES, prove_attention, telling_distance
+from adapters.proofs.stream import READS, prove_streams
+
+#: How much of a verification is done: all of it, or what takes a few runs.
+Level = Literal["full", "quick"]
+
+#: How long a text is at most that shows how far a position bias goes.
+_LONG = 160
+#: Each proof of the activations of one run, and what is said not to hold when it cannot be made.
+_PROOFS = (
+    (READS, prove_streams),
+    (NORMS, prove_norms),
+    (SCORES, prove_attention),
+    (GATED, prove_feed_forward),
+    (FACTS, prove_facts),
+)
+
+
+def verify(
+    bridge: Bridge, tokens: Tensor | None = None, level: Level = "full", *, inputs: Given | None = None
+) -> Report:
+    """Proves on a model what its adapter declares, without knowing the family.
+
+    Every claim of the declaration is proved by what the model computes: which columns are which head's, by gradient;
+    the stream, the norms, scores, pattern and MLPs, by computing them again; that nothing is left out, by what ran. The
+    model is not changed. What takes other parameters than its own (biases of zero and norms of one prove nothing, half
+    precision little) is proved on a probe copy: other modules, which share all other parameters with it.
+
+    Args:
+        bridge: a bridge around any model with weights.
+        tokens: ``[batch, pos]`` to run; None: 2 random rows of 9.
+        inputs: images or sound that the model needs, by the names of its own arguments, and tokens, where these have to
+            fit: what its processor returns. None: made up, of the sizes that its configuration says.
+        level: ``full``; or ``quick``: a few runs, without those for each kind of hook point and each layer, and without
+            gradients.
+
+    Returns:
+        A report; ``report.passed`` says whether everything holds, ``print(report)`` shows the table. A claim that
+        fails is there with what was seen, and so is what could not be told apart.
+
+    Raises:
+        ValueError: the model has no weights to run (it is on the ``meta`` device); there is no such level; it needs
+            something that cannot be made up.
+
+    Example:
+        >>> from adapters import verify
+        >>> from bridge import TransformerBridge
+        >>> verify(TransformerBridge.boot_embedded()).passed
+        True
+    """
+    if level not in ("full", "quick"):
+        raise ValueError(f"level={level!r} is neither 'full' nor 'quick'")
+    if bridge.cfg.device.type == "meta":
+        raise ValueError("this model has no weights (load_weights=False), so there is nothing to run")
+    # Wherever it is asked for: it goes by gradients, and by what the model computes in its own type.
+    with outside_of_modes(bridge.original_model):
+        return _report(bridge, tokens, level, inputs and {name: _savable(given) for name, given in inputs.items()})
+
+
+def why_refuted(bridge: Bridge, inputs: Given | None = None) -> str:
+    """The first claim of a declaration that a few runs show not to hold, with what was seen; "" where there is none.
+
+    Args:
+        bridge: a bridge around any model; without weights (on the ``meta`` device), nothing is shown.
+        inputs: as for `verify`.
+
+    Raises:
+        CannotBeMade: it needs something that cannot be made up.
+    """
+    if bridge.cfg.device.type == "meta":
+        return ""
+    with outside_of_modes(bridge.original_model):
+        failed = _report(
+            bridge, None, "declared", inputs and {name: _savable(given) for name, given in inputs.items()}
+        ).failed
+    return f"{failed[0].name}: {failed[0].detail.partition('; ')[0]}" if failed else ""
+
+
+def _savable(x: Tensor) -> Tensor:
+    """A tensor that autograd takes: what was made in inference mode, copied."""
+    return x.clone() if x.is_inference() else x
+
+
+def _report(bridge: Bridge, tokens: Tensor | None, level: Level | Literal["declared"], inputs: Given | None) -> Report:
+    if tokens is None:
+        tokens, more = some_tokens(bridge, 2, 5 if level == "declared" else 9, given=inputs)
+    else:
+        tokens, more = with_what_it_needs(bridge, _savable(tokens.to(bridge.cfg.device)), inputs)
+    report = Report(bridge.cfg.model_name)
+    there = prove_modules(bridge.original_model, places_of(bridge))
+    if not there.passed:  # nothing else can be looked at
+        report.checks.append(there)
+        return report
+    with evaluating(bridge.original_model):
+        with torch.no_grad():
+            mechanics = Mechanics(bridge, tokens, more, tolerance(bridge.cfg.dtype))
+            report.checks += mechanics.declared() if level == "declared" else mechanics.quick()
+        if report.passed:  # what does not fire cannot be looked at
+            report.checks += _proofs(bridge, level, inputs)
+            if level == "full":
+                with torch.no_grad():
+                    report.checks += mechanics.full()
+        report.checks += mechanics.last()
+    if wrong := known_error(bridge.core):
+        report.checks.append(Check("transformers computes this model as its configuration says", False, wrong))
+    return report
+
+
+def _proofs(bridge: Bridge, level: str, inputs: Given | None) -> list[Check]:
+    """The claims of the declaration, on the model or on its probe copy."""
+    why = _why_probe_copy(bridge)
+    if not why or why_no_probe_copy(bridge.original_model):
+        return [*_proofs_on(bridge, level, inputs, half=_is_half(bridge)), *_proved_on(bridge, why)]
+    # Not what wraps it: compiled code keeps to the modules that it was made of.
+    half = _is_half(bridge)
+    with probe_copy(bridge.core) as copied:
+        checks = _proofs_on(bridge.rewrapped(copied), level, inputs, half=half)
+    return [*checks, *_proved_on(bridge, why)]
+
+
+def _proofs_on(subject: Bridge, level: str, inputs: Given | None, *, half: bool) -> list[Check]:
+    findings = Findings(tolerance(subject.cfg.dtype), angles=3e-2 if half else 1e-4)
+    pos = _length(subject, level)
+    rows = max(2, min(subject.cfg.n_heads, 8))  # a gradient for each head, so many at a time
+    # Experts are chosen by many tokens.
+    few = rows if subject.cfg.num_experts else min(rows, 4 if level == "full" else 2)
+    tokens, more = some_tokens(subject, few, pos, 1, inputs)
+    try:
+        evidence = randomized_run(subject, tokens, more)
+    except WRONG as error:
+        return [Check("activations can be replaced by random numbers", False, one_line(error))]
+    for claim, prove in _PROOFS:
+        findings.attempt(claim, partial(prove, evidence, findings))
+    declared = level == "declared"
+    findings.attempt(WEIGHTS, lambda: prove_weights(evidence, findings, of_each_kind=declared))
+    one_row = lambda: Evidence(subject, *some_tokens(subject, 1, 5 if declared else pos, 1, inputs))
+    ran = evidence if subject.cfg.num_experts else one_row()
+    findings.attempt(LEFT_OUT, lambda: prove_coverage(ran, findings))
+    if level == "full":
+        if not tokens.is_floating_point():  # what is padding among images and sound is the model's own business
+            if may_take(subject.core, "attention_mask"):
+                _prove_padded(subject, *some_tokens(subject, 2, pos, 1, inputs), findings)
+            else:
+                findings.inconclusive(PATTERN, "padding: it takes no attention_mask")
+        tokens, more = some_tokens(subject, rows, pos, 1, inputs)
+        findings.attempt(COLUMNS, lambda: prove_projections(with_graph(subject, tokens, more), findings))
+    else:
+        findings.attempt(COLUMNS, lambda: prove_choices(evidence, findings))
+    return list(findings.checks())
+
+
+def _padded(tokens: Tensor) -> dict[str, Tensor]:
+    """A mask that calls the first three tokens of the first row padding."""
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    return {"attention_mask": mask}
+
+
+def _prove_padded(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor], findings: Findings) -> None:
+    """Proves attention where the first row begins with padding, if the model can be told so."""
+    padded = more | _padded(tokens)
+    try:
+        evidence = randomized_run(bridge, tokens, padded)
+    except WRONG as error:
+        if why := _why_no_padding(bridge, tokens, padded):  # a run of its own, for few models
+            findings.inconclusive(PATTERN, f"padding: {why}")
+        else:
+            findings.holds(PATTERN, "a run with padding", False, one_line(error))
+        return
+    findings.attempt(PATTERN, lambda: prove_attention(evidence, findings))
+
+
+def _why_no_padding(bridge: Bridge, tokens: Tensor, padded: dict[str, Tensor]) -> str:
+    """Why a model cannot be told what is padding, by a mask of two axes; "" where it can."""
+    try:
+        bridge.run_with_hooks(tokens, fwd_hooks=[], **padded)
+    except WRONG as error:
+        return f"it takes no attention_mask of two axes ({one_line(error)})"
+    return ""
+
+
+def _why_probe_copy(bridge: Bridge) -> list[str]:
+    """What of a model claims cannot be proved on, in the words of a report; none where they can."""
+    model, trivial = bridge.original_model, trivial_parameters(bridge.original_model)
+    inference = [name for name, p in model.named_parameters() if p.is_inference()]
+    return [
+        *([f"random numbers in {len(trivial)} constant parameters"] if trivial else []),
+        *(["in float32"] if _is_half(bridge) else []),
+        *(["copied, since they were made in inference mode"] if inference else []),
+        *(["each brought when it is used"] if is_moved(model) else []),
+    ]
+
+
+def _is_half(bridge: Bridge) -> bool:
+    return bridge.cfg.dtype in (torch.float16, torch.bfloat16)
+
+
+def _proved_on(bridge: Bridge, why: list[str]) -> Iterator[Check]:
+    """What claims were proved on, where that is not the model as it is, or where it proves little."""
+    if why and (reason := why_no_probe_copy(bridge.original_model)):
+        count = len(trivial_parameters(bridge.original_model))
+        more = [f"{count} parameters are constant and could be left out unseen"] if count else []
+        if _is_half(bridge):
+            close = f"{tolerance(bridge.cfg.dtype):.0%} in {bridge.cfg.dtype}"
+            more.append(f"what differs by less than {close} is not told apart")
+        said = f"the model itself ({reason}){': ' if more else ''}{'; '.join(more)}"
+        yield Check("proved on", True, said)
+    elif why:
+        yield Check("proved on", True, ", ".join(["a probe copy with the model's parameters", *why]))
+
+
+def _length(bridge: Bridge, level: str) -> int:
+    """How long a text has to be to show windows and, at the level ``full``, distances, where that is not long."""
+    cfg = bridge.cfg
+    pos = 11
+    if cfg.window_size is not None and cfg.window_size <= 64:
+        pos = max(pos, cfg.window_size + 3)
+    buckets, most = cfg.relative_attention_num_buckets, cfg.relative_attention_max_distance
+    if buckets is not None:
+        pos = max(pos, 29)
+    if buckets is not None and most is not None and level == "full":
+        both = cfg.attention_dir != "causal"
+        told = [telling_distance(buckets, most, other, both=both) + 1 for other in (most - 1, most + 1)]
+        pos = max([pos, *(each for each in told if each <= _LONG)])
+    taken = {cfg.n_heads, cfg.n_kv_heads, max(2, min(cfg.n_heads, 8)), 4}
+    while pos in taken or pos - 4 in taken:
+        pos += 1
+    if cfg.n_ctx is not None:
+        pos = min(pos, cfg.n_ctx)
+    return pos
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What of an inferred declaration holds on the live model: a search over checks. What does not is left out by name.
+#
+# Points are tried together, and apart only where that fails: a model of some thousand points takes some dozen runs.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Proof:
+    """What holds of an inferred declaration.
+
+    Args:
+        bridge: a bridge with all points that were inferred.
+        inputs: images or sound that its model needs, by the names of its own arguments; None: made up.
+
+    Attributes:
+        not_offered: the hook points that do not hold, and why.
+        no_layer_runs: why a run cannot start at a layer; "" where it can.
+    """
+
+    def __init__(self, bridge: Bridge, inputs: Given | None = None) -> None:
+        self.bridge = bridge
+        self.arguments = sample_inputs(bridge.core, inputs)
+        self.tokens, self.inputs = split(bridge.core, self.arguments)
+        self.not_offered: dict[str, str] = {}
+        self.no_layer_runs = bridge.no_layer_runs
+        self._progress = ProgressBar()
+
+    def run(self) -> Proof:
+        """Tries everything. The model's mode is evaluation meanwhile."""
+        model = self.bridge.original_model
+        with outside_of_modes(model), evaluating(model), torch.no_grad(), progress("proving") as self._progress:
+            self._progress("the model itself", 0)
+            self.mechanics = Mechanics(self.bridge, self.tokens, self.inputs, tolerance(self.bridge.cfg.dtype))
+            self._progress.grow(len(self.mechanics.names))
+            self.mechanics.run_plain()  # before any hook is there: BigBird chooses its attention in its first run
+            for what, test in (
+                ("hook points are seen", self._shown),
+                ("and kept, of a short run", self._kept_of_few),
+                ("what is read is written back", self.mechanics.written_back),
+            ):
+                self._progress(what, 0)
+                self._leave_out(test)
+            if not self.no_layer_runs:
+                self._progress("runs of some layers", 0)
+                self.no_layer_runs = self._why_no_layer_runs()
+            self._leave_out(self._edited)
+        return self
+
+    def _leave_out(self, test: Test) -> None:
+        """Leaves out what a test does not hold of."""
+        failed = self.mechanics.failing(self.mechanics.names, test)
+        self.not_offered |= failed
+        self.mechanics.names = [name for name in self.mechanics.names if name not in failed]
+
+    def _shown(self, names: list[str]) -> dict[str, str]:
+        """Each is seen once."""
+        return self.mechanics.seen_once(names)
+
+    def _kept_of_few(self, names: list[str]) -> dict[str, str]:
+        """Each is seen in a short run, too: what some lengths leave out is no place that is there in every run.
+
+        A cache keeps it.
+        """
+        names = [name for name in names if name not in self.mechanics.idle]
+        short = self._cut(lambda length: length // 2)
+        if short is None:  # images: what each head has would take gigabytes
+            points = {name: self.bridge.hook_dict[name].point for name in names}
+            self.mechanics.cache([name for name, each in points.items() if each.group != "heavy" or not each.depth])
+            return {}
+        seen: set[str] = set()
+
+        def look(x: Tensor, hook: Hook) -> None:
+            seen.add(hook.name)
+
+        tokens, more = split(self.bridge.core, short)
+        self.bridge.run_with_hooks(tokens, fwd_hooks=[(names, look)], **more)
+        self.bridge.run_with_cache(tokens, names_filter=[name for name in names if name in seen], **more)
+        left = [name for name in names if name not in seen and ".experts." not in name]
+        return dict.fromkeys(left, "it is not seen in a run of few tokens")
+
+    def _cut(self, to: Callable[[int], int]) -> Given | None:
+        """Shorter texts; None where the model does not run on them.
+
+        Images and sound have the size that they have: with them, no other run is made.
+        """
+        if any(x.is_floating_point() or x.ndim != 2 for x in self.arguments.values()):
+            return None
+        short = {name: x[:, : to(x.shape[1])] for name, x in self.arguments.items()}
+        tokens, more = split(self.bridge.core, short)
+        try:
+            self.bridge.run_with_hooks(tokens, fwd_hooks=[], **more)
+        except WRONG as error:  # the model itself takes no such text
+            one_line(error)
+            return None
+        return short
+
+    def _edited(self, names: list[str]) -> dict[str, str]:
+        """An edit at one point, in one row of the batch, changes that row of the logits."""
+        rows_of = [name for name in names if self.bridge.hook_dict[name].point.axes.startswith("batch ")]
+        only_choose = self._auxiliary() | {"embed.hook_in"}
+        edited = [name for name in rows_of if name not in only_choose and "hook_expert_indices" not in name]
+        few = self._cut(lambda length: min(length, 3)) or self.arguments
+        return Edits(self.bridge, few, self.arguments, not self.no_layer_runs, self._progress).without_effect(edited)
+
+    def _auxiliary(self) -> set[str]:
+        """The hook points of what attention has besides: an indexer chooses keys, and of a short text it takes all."""
+        return {
+            f"{place.part}{path}.hook_out"
+            for place in places_of(self.bridge)
+            if isinstance(part := place.named.step.part, Attention)
+            for path, _ in part.auxiliary_modules
+        }
+
+    def _why_no_layer_runs(self) -> str:
+        """Why a run that starts at a layer with what another stopped at gives other logits; "" where it does not."""
+        try:
+            for layer, logits, whole in self.mechanics.layer_runs():
+                if not self.mechanics.close(logits, whole)[0]:
+                    return f"a run that starts at {layer} gives other logits: blocks are given more"
+        except WRONG as error:
+            return f"its blocks cannot be run by themselves ({one_line(error)})"
+        return ""

@@ -1,0 +1,335 @@
+"""`ActivationCache`: the activations of one run, by hook name."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from adapters.points import Point, module_at
+from adapters.views import Deferred
+from bridge.analysis.layer_outputs import path_of_norm
+from bridge.analysis.requirements import AnalysedModel, Index, pick, plain
+from bridge.analysis.residual import ResidualMethods
+from bridge.hooks.arguments import BatchAxisError, refuse_wrong_types, shown
+from bridge.hooks.modules import Written, written_to
+from bridge.hooks.names import act_name, suggestion
+
+
+@dataclass(frozen=True)
+class _Names:
+    """What a pickled cache keeps of its model: its hook points' axes by name, their aliases, the number of layers."""
+
+    axes: dict[str, str]
+    aliases: dict[str, str]
+    n_layers: int
+
+
+#: The hook points whose activations are taken through weights when terms, heads or neurons are asked for.
+_READ_BY_WEIGHTS = (".attn.hook_z", ".attn.hook_result", ".mlp.hook_post", ".hook_scale")
+#: Those where the weights stand that begin a stream, or make logits of it, which need not be cached themselves.
+_ENDS = ("hook_full_embed", "ln_final.hook_scale", "unembed.hook_in")
+
+#: What caches of TransformerLens have besides, and what to use.
+_ELSEWHERE = {
+    "compute_ssm_effective_attention": "the hook points of the mixer show what it computes (docs/hook_points.md)",
+    "compute_ssm_state": "the hook points of the mixer show what it computes (docs/hook_points.md)",
+    "logit_lens": "bridge.logit_lens(tokens), or unembed(ln_final(...)) of accumulated_resid",
+    "ssm_layers": "bridge.blocks_with('mixer')",
+}
+
+
+def _path_of_weights(name: str, point: Point) -> str:
+    """The path of the module that has the weights: of a scale, its norm."""
+    return path_of_norm(point) if name.endswith(".hook_scale") else point.site.path
+
+
+@functools.lru_cache(maxsize=10_000)
+def _read_by_weights(name: str) -> str | None:
+    """The hook point from which an activation is taken through weights; None for others."""
+    base = name.rpartition(".")[0]  # of what is seen in a basis of the user's
+    return next((found for found in (name, base) if found.endswith((*_READ_BY_WEIGHTS, *_ENDS))), None)
+
+
+def _weights_behind(values: Mapping[str, Any], model: AnalysedModel) -> dict[str, Written]:
+    """The state of the weights that activations would be taken through, by hook point."""
+    hooks, hf_model = model.hook_dict, model.original_model
+    names = dict.fromkeys([*map(_read_by_weights, values), *_ENDS])
+    points = [(name, hooks[name].point) for name in names if name in hooks]
+    there = [(name, point) for name, point in points if point.axes != "..."]  # "...": in a module of the user's
+    return {name: written_to(module_at(hf_model, _path_of_weights(name, point))) for name, point in there}
+
+
+def _alone(value: Tensor) -> Tensor:
+    """A tensor without the rest of a larger one that it shows a part of, which would be pickled as well."""
+    return value.clone() if value.untyped_storage().nbytes() > value.numel() * value.element_size() else value
+
+
+class ActivationCache(ResidualMethods):
+    """The activations of one run.
+
+    Keys are canonical hook names; aliases and short forms are accepted: ``cache["q", 3]``, ``cache["embed"]``,
+    ``cache["resid_post", -1]``, ``cache["scale", 0, "ln1"]`` (see `act_name`).
+
+    Args:
+        cache_dict: activations by canonical name, each with a leading batch axis where the run had one.
+        model: the bridge that made them; its names and facts are used. A pickled cache holds its activations and their
+            names, not the model: for analyses, assign `model` after loading.
+        has_batch_dim: False where the batch axis was removed.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> bridge = TransformerBridge.boot_embedded()
+        >>> logits, cache = bridge.run_with_cache("Mary and John")
+        >>> cache["pattern", 0].shape == cache["blocks.0.attn.hook_pattern"].shape
+        True
+    """
+
+    @refuse_wrong_types
+    def __init__(self, cache_dict: dict[str, Any], model: AnalysedModel, has_batch_dim: bool = True) -> None:
+        self._values = cache_dict  # of tensors, and of what gives one when it is asked for (`Deferred`)
+        self._model: AnalysedModel | None = model
+        self._names: _Names | None = None
+        self._weights = _weights_behind(cache_dict, model)
+        self.has_batch_dim = has_batch_dim
+
+    @property
+    def model(self) -> AnalysedModel:
+        """The bridge that made the activations; assign one to a cache that was pickled and loaded.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self._model is None:
+            raise ValueError(
+                "this cache was pickled, without its model: for analyses, assign the bridge that made it "
+                "(cache.model = bridge)"
+            )
+        return self._model
+
+    @model.setter
+    def model(self, model: AnalysedModel) -> None:
+        self._model = model
+        self._weights = _weights_behind(self._values, model)
+
+    def module_of_the_run(self, name: str) -> nn.Module:
+        """The module whose weights a hook point's activation is taken through, if they are the run's.
+
+        Heads are made from ``hook_z``, neurons from ``hook_post``, what a norm leaves of a term with ``hook_scale``,
+        logits from what is at the stream's end.
+
+        Args:
+            name: of the hook point.
+
+        Raises:
+            ValueError: its weights have been changed since, others stand there, or PEFT's adapters there were switched.
+                (What is written through ``weight.data`` torch does not count.)
+        """
+        path = _path_of_weights(name, self.model.hook_dict[name].point)
+        module, then = module_at(self.model.original_model, path), self._weights.get(name)
+        if then is not None and written_to(module) != then:
+            raise ValueError(
+                f"the weights at {name} were changed since the run (processed, trained, written to, or adapters "
+                "switched): what they made then of terms, heads, neurons or logits cannot be computed any more. Take "
+                "it before, cache hook_result in the run, or run again"
+            )
+        return module
+
+    @property
+    def cache_dict(self) -> dict[str, Tensor]:
+        """All activations by canonical name, those that were put off computed now."""
+        for name, value in self._values.items():
+            if isinstance(value, Deferred):
+                self._values[name] = value.value(name)
+        return self._values
+
+    @cache_dict.setter
+    def cache_dict(self, activations: dict[str, Tensor]) -> None:
+        self._values = activations
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python's own questions
+            raise AttributeError(name)
+        if hasattr(type(self), name):
+            return object.__getattribute__(self, name)  # it is there, and says itself what it lacks
+        hint = f" Use {_ELSEWHERE[name]}" if name in _ELSEWHERE else suggestion(name, dir(type(self)))
+        raise AttributeError(f"an {type(self).__name__} has no {name!r}.{hint}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        values = {name: _alone(value) for name, value in self.cache_dict.items()}
+        ours = {"_values": values, "_model": None, "_names": self._known(), "_weights": {}}
+        return self.__dict__ | ours
+
+    def __copy__(self) -> Self:
+        new = type(self).__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        return new
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        new = copy.copy(self)  # of the same model
+        new.cache_dict = copy.deepcopy(self.cache_dict, memo)
+        return new
+
+    def _known(self) -> _Names:
+        if self._model is None:
+            assert self._names is not None
+            return self._names
+        axes = {name: hook.point.axes for name, hook in self._model.hook_dict.items()}
+        return _Names(axes, dict(self._model.names.aliases), self._model.cfg.n_layers)
+
+    def _alias(self, name: str) -> str:
+        """The canonical name that an alias stands for; any other name itself."""
+        aliases = self._model.names.aliases if self._model is not None else self._known().aliases
+        return aliases.get(name, name)
+
+    def _axes(self, name: str) -> str | None:
+        """The axes of a hook point, by its canonical name; None where there is no such point."""
+        if self._model is None:
+            return self._known().axes.get(name)
+        hook = self._model.hook_dict.get(name)
+        return None if hook is None else hook.point.axes
+
+    def __repr__(self) -> str:
+        return f"ActivationCache with {len(self)} activations: {', '.join(list(self._values)[:4])}, ..."
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __contains__(self, key: object) -> bool:
+        if type(key) is str and (key in self._values or (self._model is not None and key in self._model.hook_dict)):
+            return key in self._values  # most names are canonical
+        return isinstance(key, str | tuple) and self._canonical(key) in self._values
+
+    def __getitem__(self, key: str | tuple[Any, ...]) -> Tensor:
+        name = key if type(key) is str and key in self._values else self._canonical(key)
+        found = self._values.get(name)
+        if isinstance(found, Deferred):
+            found = self._values[name] = found.value(name)
+        if found is None:
+            known = self._axes(name.removesuffix("_grad")) is not None
+            reason = "it was not asked for, or did not run" if known else "no hook point has this name"
+            raise KeyError(f"{name!r} is not in the cache: {reason}.{suggestion(name, self._values)}")
+        return found
+
+    def _canonical(self, key: str | tuple[Any, ...]) -> str:
+        if not isinstance(key, str | tuple) or not key:
+            raise TypeError(
+                f"the key is {shown(key)}; it must be a name, such as 'blocks.0.hook_resid_pre', or a short one and a "
+                "layer, such as ('resid_pre', 0)"
+            )
+        if isinstance(key, tuple):
+            name, layer, *part = key if len(key) > 1 else (*key, None)
+            if hasattr(layer, "__index__") and layer < 0:
+                layer += self._model.cfg.n_layers if self._model is not None else self._known().n_layers
+            key = act_name(name, layer, *part)
+        if key in self._values:
+            return key
+        name, grad = (key[:-5], "_grad") if key.endswith("_grad") else (key, "")
+        full = self._alias(name)
+        if "." not in full and self._axes(full) is None:
+            full = self._alias(act_name(full))
+        return full + grad
+
+    def _has_rows(self, name: str) -> bool:
+        """Whether an activation's first axis counts something else than the batch (an expert's rows do)."""
+        axes = self._axes(name.removesuffix("_grad"))
+        return axes is not None and not axes.startswith("batch")
+
+    def remove_batch_dim(self) -> ActivationCache:
+        """Removes the batch axis of a run on one prompt, in place.
+
+        Raises:
+            ValueError: the batch holds more than one.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> _, cache = TransformerBridge.boot_embedded().run_with_cache("Mary and")
+            >>> cache.remove_batch_dim()["resid_pre", 0].shape
+            torch.Size([3, 128])
+        """
+        if self.has_batch_dim:
+            batched = {name: value for name, value in self.cache_dict.items() if not self._has_rows(name)}
+            for name, value in batched.items():
+                if value.shape[0] != 1:
+                    raise BatchAxisError(value.shape[0], name, list(value.shape))
+            self.cache_dict |= {name: value[0] for name, value in batched.items()}
+            self.has_batch_dim = False
+        return self
+
+    @refuse_wrong_types
+    def apply_slice_to_batch_dim(self, batch_slice: Index) -> ActivationCache:
+        """A cache of some rows of the batch.
+
+        Args:
+            batch_slice: an index (the batch axis goes), a tuple ``(start, stop)``, or a list of indices.
+
+        Returns:
+            A new cache, with views of the activations where that is possible.
+
+        Raises:
+            ValueError: there is no batch axis any more; or an activation has none (an expert's rows).
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> _, cache = TransformerBridge.boot_embedded().run_with_cache(["Mary and", "John and", "Anna and"])
+            >>> cache.apply_slice_to_batch_dim([0, 2])["resid_pre", 0].shape
+            torch.Size([2, 3, 128])
+        """
+        if not self.has_batch_dim:
+            raise ValueError("the batch axis was removed: there is nothing to slice")
+        index = plain(batch_slice)
+        for name in self._values:
+            if self._has_rows(name) and index is not None:
+                raise ValueError(f"{name} has rows of the whole batch together: cache without it to slice the batch")
+        kept = {name: pick(value, index, 0) for name, value in self.cache_dict.items()}
+        new = copy.copy(self)
+        new.cache_dict, new.has_batch_dim = kept, not isinstance(index, int)
+        return new
+
+    @refuse_wrong_types
+    def toggle_autodiff(self, mode: bool = False) -> None:
+        """Switches gradients on or off for everything that this thread does with torch (`torch.set_grad_enabled`).
+
+        Args:
+            mode: whether they are recorded.
+
+        Example:
+            >>> import torch
+            >>> from bridge import TransformerBridge
+            >>> _, cache = TransformerBridge.boot_embedded().run_with_cache("Mary and")
+            >>> cache.toggle_autodiff(True)
+            >>> torch.is_grad_enabled()
+            True
+        """
+        torch.set_grad_enabled(mode)
+
+    @refuse_wrong_types
+    def to(self, device: torch.device | str, move_model: bool = False) -> ActivationCache:
+        """Moves the activations, in place.
+
+        To an accelerator, and between two of them, copies are queued and the call returns before they are done: what
+        reads them there is queued behind them. Copies to the CPU are waited for, since nothing would make a reader on
+        the CPU wait; together they are waited for once.
+
+        Args:
+            device: where to.
+            move_model: move the model too.
+        """
+        target = torch.device(device)
+        sources = {value.device for value in self.cache_dict.values()} - {target}
+        self.cache_dict = {name: value.to(target, non_blocking=True) for name, value in self.cache_dict.items()}
+        if target.type == "cpu":
+            for source in sources:
+                if source.type != "cpu":
+                    torch.accelerator.synchronize(source)
+        if move_model:
+            self.model.original_model.to(target)
+        return self

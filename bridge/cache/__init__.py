@@ -1,1 +1,0 @@
-"""What a run left: the activations, by hook name."""

@@ -1,0 +1,543 @@
+"""A circuit: some of the edges of a model's graph."""
+
+from __future__ import annotations
+
+import heapq
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from bridge.bridge import TransformerBridge
+from bridge.circuits.edge_runs import Curve, Evaluation, effects_of_edges, evaluations
+from bridge.circuits.graph import Graph, Metric
+from bridge.hooks.arguments import check_choice, refuse_wrong_types
+from bridge.patching.patching import texts_of
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a picture of a circuit says of each node: where it stands, what it attends to, its direct effect.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+#: What is known of each node.
+Facts = dict[str, dict[str, Any]]
+
+
+def draw(
+    graph: Graph,
+    edges: Sequence[tuple[str, str, float]],
+    nodes: Sequence[str],
+    bridge: TransformerBridge | None,
+    clean: Int[Tensor, "batch pos"] | None,
+    corrupted: Int[Tensor, "batch pos"] | None,
+    metric: Metric | str,
+    options: Mapping[str, Any],
+) -> Any:
+    """The picture that `Circuit.draw` returns.
+
+    Args:
+        graph: the graph that the circuit is a part of.
+        edges: the sender, the receiver and the score of each of its edges.
+        nodes: what these connect.
+        bridge, clean, corrupted, metric, options: as there.
+    """
+    pictures = importlib.import_module("bridge.pictures")
+    joins = _joins(graph, {sender for sender, _, _ in edges}, {receiver for _, receiver, _ in edges})
+    depths = _depths(graph)
+    names = {name for sender, receiver, _ in edges for name in (sender, receiver)}
+    facts: Facts = {name: {"column": depths[name]} for name in names}
+    given: dict[str, Any] = {"joins": joins, "supports": "negative", "measure": "change"}
+    given["metric"] = metric if isinstance(metric, str) else _name(metric)
+    if bridge is None and clean is None and corrupted is None:
+        if not isinstance(metric, str):
+            raise ValueError("metric is a function, which is computed in runs: give bridge, clean and corrupted too")
+    elif bridge is None or clean is None or corrupted is None or isinstance(metric, str):
+        raise ValueError("give bridge, clean, corrupted and metric, a function of logits, together; or none of them")
+    else:
+        _add_effects(facts, graph, bridge, clean, corrupted, metric)
+        _add_patterns(facts, [name for name in nodes if "H" in name], joins, bridge, clean)
+        given["tokens"] = texts_of(bridge, clean[0])
+    drawn = {name: pictures.CircuitNode(**known) for name, known in facts.items()}
+    return pictures.circuit(edges, **(given | {"nodes": drawn} | dict(options)))
+
+
+def _add_effects(
+    facts: Facts,
+    graph: Graph,
+    bridge: TransformerBridge,
+    clean: Int[Tensor, "batch pos"],
+    corrupted: Int[Tensor, "batch pos"],
+    metric: Metric,
+) -> None:
+    """What each sender does to the metric by its own edge to the logits."""
+    direct = {f"{name}->logits": name for name in graph.senders if name in facts}
+    effects = effects_of_edges(graph, bridge, clean, corrupted, metric, list(direct), verbose=False)
+    for edge, name in direct.items():
+        facts[name]["effect"] = float(effects[graph.edge(edge)])
+
+
+def _add_patterns(
+    facts: Facts,
+    heads: list[str],
+    joins: Sequence[tuple[str, str]],
+    bridge: TransformerBridge,
+    clean: Int[Tensor, "batch pos"],
+) -> None:
+    """What heads attend to, for them and for their inputs."""
+    for name, pattern in _patterns(heads, bridge, clean).items():
+        for node in {name, *(one for one, head in joins if head == name and "H" in one)} & facts.keys():
+            facts[node]["pattern"] = pattern
+
+
+def _name(metric: Metric) -> str:
+    name = getattr(metric, "__name__", "metric")
+    return "metric" if name == "<lambda>" else name.replace("_", " ")
+
+
+@torch.no_grad()
+def _patterns(heads: list[str], bridge: TransformerBridge, clean: Int[Tensor, "batch pos"]) -> dict[str, Tensor]:
+    """What each head of the circuit attends to in the first prompt."""
+    layers = sorted({int(name[1:].split("H")[0]) for name in heads})
+    _, cache = bridge.run_with_cache(clean[:1], names_filter=[f"blocks.{i}.attn.hook_pattern" for i in layers])
+    found = {}
+    for name in heads:
+        layer, head = map(int, name[1:].split("H"))
+        found[name] = cache[f"blocks.{layer}.attn.hook_pattern"][0, head]
+    return found
+
+
+def _depths(graph: Graph) -> dict[str, int]:
+    """A column for each node: of a layer, its heads' inputs, its heads, its MLP."""
+    depths = {"embed": 0}
+    for name in (*graph.receivers, *graph.senders[1:]):
+        layer = len(graph.layers) if name == "logits" else int(name[1:].split("H")[0].split("G")[0].split("M")[0])
+        part = 1 if "." in name or name == "logits" else 3 if name.endswith("MLP") else 2
+        depths[name] = 3 * layer + part
+    return depths
+
+
+def _joins(graph: Graph, writing: set[str], reading: set[str]) -> list[tuple[str, str]]:
+    """Each head that writes, with those of its inputs that are read through."""
+    return [
+        (graph.receivers[receiver], sender)
+        for sender, inputs in zip(graph.senders, graph.inputs, strict=True)
+        for receiver in inputs
+        if sender in writing and graph.receivers[receiver] in reading and graph.receivers[receiver] != sender
+    ]
+
+
+_FORMAT = "transformer-bridge circuit"
+_VERSION = 1
+
+
+class Circuit:
+    """Some edges of a graph, with their scores.
+
+    Args:
+        graph: the graph.
+        mask: which edges, ``[receiver, sender]``.
+        scores: of the edges; None: 0 for all.
+
+    Raises:
+        ValueError: a shape is not the graph's, or a pair is no edge.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.circuits import Circuit, Graph
+        >>> graph = Graph.of(TransformerBridge.boot_embedded())
+        >>> circuit = Circuit.of_edges(graph, ["embed->L1H0.v", "L1H0->logits"])
+        >>> circuit, circuit.complement()
+        (Circuit(2 of 479 edges), Circuit(477 of 479 edges))
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        mask: Bool[Tensor, "receiver sender"],
+        scores: Float[Tensor, "receiver sender"] | None = None,
+    ) -> None:
+        if mask.shape != graph.exists.shape:
+            raise ValueError(f"the mask has shape {list(mask.shape)}; this graph needs {list(graph.exists.shape)}")
+        if (mask & ~graph.exists).any():
+            receiver, sender = (int(i) for i in (mask & ~graph.exists).nonzero()[0])
+            raise ValueError(f"there is no edge {graph.edge_name(receiver, sender)}")
+        self.graph, self.mask = graph, mask.clone()
+        self.scores = torch.zeros(mask.shape, dtype=torch.float64) if scores is None else scores.double()
+
+    @classmethod
+    @refuse_wrong_types
+    def of_edges(cls, graph: Graph, edges: Sequence[str]) -> Circuit:
+        """A circuit of named edges.
+
+        Args:
+            graph: the graph.
+            edges: such as ``"L0H1->L3H2.q"``.
+
+        Raises:
+            ValueError: one is no edge of the graph.
+        """
+        mask = torch.zeros_like(graph.exists)
+        for edge in edges:
+            mask[graph.edge(edge)] = True
+        return cls(graph, mask)
+
+    @property
+    def edges(self) -> list[tuple[str, str, float]]:
+        """Sender, receiver and score of every edge, the largest score first, of either sign."""
+        found = [
+            (self.graph.senders[sender], self.graph.receivers[receiver], float(self.scores[receiver, sender]))
+            for receiver, sender in self.mask.nonzero().tolist()
+        ]
+        return sorted(found, key=lambda edge: -abs(edge[2]))
+
+    @property
+    def n_edges(self) -> int:
+        """How many edges it has."""
+        return int(self.mask.sum())
+
+    @property
+    def share(self) -> float:
+        """Its part of all edges."""
+        return self.n_edges / self.graph.n_edges
+
+    @property
+    def nodes(self) -> list[str]:
+        """The heads, MLPs, embeddings and logits that its edges connect, in the order of the computation."""
+        graph = self.graph
+        used = set(self.mask.any(0).nonzero().flatten().tolist())
+        receivers = set(self.mask.any(1).nonzero().flatten().tolist())
+        fed = [sender for sender, inputs in enumerate(graph.inputs) if receivers & set(inputs)]
+        names = [graph.senders[sender] for sender in sorted(used | set(fed))]
+        return [*names, "logits"] if len(graph.receivers) - 1 in receivers else names
+
+    def complement(self) -> Circuit:
+        """All other edges."""
+        return Circuit(self.graph, self.graph.exists & ~self.mask, self.scores)
+
+    def pruned(self) -> Circuit:
+        """The circuit without edges that are on no way from the embeddings to the logits."""
+        graph, mask = self.graph, self.mask.clone()
+        while True:
+            receives = mask.any(1)
+            sends = mask.any(0)
+            alive = torch.tensor(
+                [i == 0 or any(bool(receives[r]) for r in graph.inputs[i]) for i in range(mask.shape[1])]
+            )
+            useful = torch.zeros(mask.shape[0], dtype=torch.bool)
+            useful[-1] = True
+            for sender, inputs in enumerate(graph.inputs):
+                if sends[sender]:
+                    useful[inputs] = True
+            left = mask & alive & useful[:, None]
+            if torch.equal(left, mask):
+                return Circuit(graph, mask, self.scores)
+            mask = left
+
+    @refuse_wrong_types
+    def evaluate(
+        self,
+        bridge: TransformerBridge,
+        clean: Int[Tensor, "batch pos"],
+        corrupted: Int[Tensor, "batch pos"],
+        metric: Metric,
+        ablation: str = "resample",
+        reference: Int[Tensor, "rows length"] | None = None,
+    ) -> Evaluation:
+        """How much of the model's behaviour the circuit has, and how much its complement.
+
+        Every other edge carries what the ablation puts in its sender's place: of the corrupted run (``"resample"``),
+        the mean over prompts, position by position (``"mean"``), or nothing (``"zero"``, the embeddings included).
+        Edges of the circuit carry what their senders write in this very run. Biases of output projections are no
+        edges and stay.
+
+        Args:
+            bridge: the bridge.
+            clean, corrupted: pairs of prompts, ``[batch, pos]``.
+            metric: from logits ``[batch, pos, d_vocab]`` to one number.
+            ablation: see above.
+            reference: for ``"mean"``: the prompts that the mean is over, ``[rows, pos]``; None: the corrupted ones.
+
+        Raises:
+            ValueError: an unknown ablation, prompts of different lengths, a circuit of another model.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> from bridge.circuits import edge_attribution
+            >>> from bridge.tasks import embedded_pairs
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> pairs = embedded_pairs(bridge, "ioi", 4)
+            >>> scores = edge_attribution(bridge, pairs.clean, pairs.corrupted, pairs.metric())
+            >>> found = scores.greedy(240).evaluate(bridge, pairs.clean, pairs.corrupted, pairs.metric())
+            >>> found.faithfulness > 0.5
+            True
+        """
+        return evaluations(self.graph, [self.mask], bridge, clean, corrupted, metric, ablation, reference)[0]
+
+    @refuse_wrong_types
+    def save(self, path: str | Path) -> None:
+        """Writes the circuit as JSON.
+
+        Args:
+            path: the file.
+        """
+        content = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "layers": self.graph.to_dict(),
+            "edges": [list(edge) for edge in self.edges],
+        }
+        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    @refuse_wrong_types
+    def load(cls, path: str | Path) -> Circuit:
+        """Reads what `save` wrote.
+
+        Args:
+            path: the file.
+
+        Raises:
+            ValueError: the file is no circuit, or of another version.
+
+        Example:
+            >>> import tempfile, pathlib
+            >>> from bridge import TransformerBridge
+            >>> from bridge.circuits import Circuit, Graph
+            >>> graph = Graph.of(TransformerBridge.boot_embedded())
+            >>> path = pathlib.Path(tempfile.mkdtemp()) / "circuit.json"
+            >>> Circuit.of_edges(graph, ["embed->logits"]).save(path)
+            >>> Circuit.load(path).edges
+            [('embed', 'logits', 0.0)]
+        """
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"path is {str(path)!r}, which is no file")
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(content, dict) or content.get("format") != _FORMAT:
+            raise ValueError(f"{path} holds no circuit that `Circuit.save` wrote")
+        if content["version"] != _VERSION:
+            raise ValueError(f"{path} is of version {content['version']}; this package reads version {_VERSION}")
+        graph = Graph.from_dict(content["layers"])
+        mask = torch.zeros_like(graph.exists)
+        scores = torch.zeros(mask.shape, dtype=torch.float64)
+        for sender, receiver, score in content["edges"]:
+            at = graph.edge(f"{sender}->{receiver}")
+            mask[at], scores[at] = True, score
+        return cls(graph, mask, scores)
+
+    @refuse_wrong_types
+    def draw(
+        self,
+        bridge: TransformerBridge | None = None,
+        clean: Int[Tensor, "batch pos"] | None = None,
+        corrupted: Int[Tensor, "batch pos"] | None = None,
+        metric: Metric | str = "metric",
+        **options: Any,
+    ) -> Any:
+        """A picture of the circuit, by `bridge.pictures.circuit`: depth from left to right, heads with their inputs.
+
+        Blue edges are those without which the metric falls (their score is negative). With a bridge and prompts, a
+        click on a node, in HTML, shows what its head attends to in the first clean prompt, and its direct effect: by
+        how much the metric changes if what it sends straight to the logits is that of the corrupted run.
+
+        Args:
+            bridge: the bridge.
+            clean, corrupted: pairs of prompts, ``[batch, pos]``.
+            metric: from logits to one number, as for `evaluate`; or its name.
+            options: as `bridge.pictures.circuit` takes them.
+
+        Raises:
+            ImportError: what pictures need is not installed.
+            ValueError: a bridge without prompts and a metric to be computed, or these without a bridge.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> from bridge.circuits import edge_attribution
+            >>> from bridge.tasks import embedded_pairs
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> pairs = embedded_pairs(bridge, "ioi", 2)
+            >>> scores = edge_attribution(bridge, pairs.clean, pairs.corrupted, pairs.metric())
+            >>> scores.greedy(9).draw(bridge, pairs.clean, pairs.corrupted, pairs.metric())
+            Picture('Circuit')
+        """
+        return draw(self.graph, self.edges, self.nodes, bridge, clean, corrupted, metric, options)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Circuit) and self.graph == other.graph and torch.equal(self.mask, other.mask)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Circuit({self.n_edges} of {self.graph.n_edges} edges)"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Scores of all edges, and the circuits that they choose.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class EdgeScores:
+    """A number for every edge: what replacing it does to a metric, measured or estimated.
+
+    Negative means that the metric falls without the edge: it works for the answer.
+
+    Args:
+        graph: the graph.
+        values: ``[receiver, sender]``; what is no edge counts for nothing.
+
+    Raises:
+        ValueError: the shape is not the graph's, or a score is no number.
+
+    Example:
+        >>> import torch
+        >>> from bridge import TransformerBridge
+        >>> from bridge.circuits import EdgeScores, Graph
+        >>> graph = Graph.of(TransformerBridge.boot_embedded())
+        >>> scores = EdgeScores(graph, torch.arange(53 * 21).view(53, 21))
+        >>> scores.top(2).edges
+        [('L3MLP', 'logits', 1112.0), ('L3H3', 'logits', 1111.0)]
+    """
+
+    def __init__(self, graph: Graph, values: Float[Tensor, "receiver sender"] | Tensor) -> None:
+        if list(values.shape) != [len(graph.receivers), len(graph.senders)]:
+            raise ValueError(
+                f"scores have shape {list(values.shape)}; this graph needs [{len(graph.receivers)}, "
+                f"{len(graph.senders)}], receivers and senders"
+            )
+        self.graph = graph
+        self.values = torch.where(graph.exists, values.detach().cpu().double(), 0.0)
+        if self.values.isnan().any():
+            raise ValueError(f"{int(self.values.isnan().sum())} scores are NaN")
+
+    def __getitem__(self, edge: str) -> float:
+        return float(self.values[self.graph.edge(edge)])
+
+    def __repr__(self) -> str:
+        return f"EdgeScores({self.graph.n_edges} edges of {len(self.graph.layers)} layers)"
+
+    @property
+    def flat(self) -> Float[Tensor, " edge"]:
+        """All scores, receiver by receiver."""
+        return self.values[self.graph.exists]
+
+    @refuse_wrong_types
+    def threshold(self, least: float) -> Circuit:
+        """The edges whose score is at least this large, of either sign.
+
+        Args:
+            least: the threshold.
+        """
+        return self._circuit(self.graph.exists & (self.values.abs() >= least))
+
+    @refuse_wrong_types
+    def top(self, n: int, absolute: bool = True) -> Circuit:
+        """The `n` edges with the largest scores.
+
+        Args:
+            n: how many.
+            absolute: of either sign; False: those without which the metric falls most.
+
+        Raises:
+            ValueError: there are not so many.
+        """
+        self._check(n)
+        rank = self._rank(absolute).masked_fill(~self.graph.exists, -torch.inf)
+        chosen = torch.zeros(rank.numel(), dtype=torch.bool)
+        chosen[rank.flatten().sort(descending=True, stable=True).indices[:n]] = True
+        return self._circuit(chosen.view_as(rank))
+
+    @refuse_wrong_types
+    def greedy(self, n: int, absolute: bool = True) -> Circuit:
+        """`n` edges, each the best of those that lead into what is chosen already, from the logits backwards.
+
+        So every edge has a way to the logits (the greedy search of Hanna et al. 2024).
+
+        Args:
+            n, absolute: as for `top`.
+
+        Raises:
+            ValueError: there are not so many.
+        """
+        self._check(n)
+        rank, graph = self._rank(absolute), self.graph
+        chosen = torch.zeros_like(graph.exists)
+        candidates: list[tuple[float, int, int]] = []
+        reached: set[int] = set()
+
+        def reach(receiver: int) -> None:
+            if receiver not in reached:
+                reached.add(receiver)
+                for sender in range(graph.port_of[receiver].upstream):
+                    heapq.heappush(candidates, (-float(rank[receiver, sender]), receiver, sender))
+
+        reach(len(graph.receivers) - 1)
+        while candidates and n:
+            _, receiver, sender = heapq.heappop(candidates)
+            chosen[receiver, sender] = True
+            n -= 1
+            for more in graph.inputs[sender]:
+                reach(more)
+        return self._circuit(chosen)
+
+    def _rank(self, absolute: bool) -> Tensor:
+        return self.values.abs() if absolute else -self.values
+
+    def _check(self, n: int) -> None:
+        if not 0 <= n <= self.graph.n_edges:
+            raise ValueError(f"n is {n}; there are {self.graph.n_edges} edges")
+
+    def _circuit(self, mask: Bool[Tensor, "receiver sender"]) -> Circuit:
+        return Circuit(self.graph, mask, self.values)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Faithfulness of circuits of growing size.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+#: The shares of the edges at which the Mechanistic Interpretability Benchmark looks.
+SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+
+
+@refuse_wrong_types
+def faithfulness_curve(
+    scores: EdgeScores,
+    bridge: TransformerBridge,
+    clean: Int[Tensor, "batch pos"],
+    corrupted: Int[Tensor, "batch pos"],
+    metric: Metric,
+    ablation: str = "resample",
+    shares: Sequence[float] = SHARES,
+    choose: str = "top",
+    absolute: bool = True,
+    reference: Int[Tensor, "rows length"] | None = None,
+) -> Curve:
+    """The faithfulness of circuits of growing size, whose areas are the benchmark's CPR and CMD.
+
+    Args:
+        scores: what the circuits are chosen by.
+        bridge, clean, corrupted, metric, ablation, reference: as for `Circuit.evaluate`.
+        shares: parts of all edges.
+        choose: ``"top"`` or ``"greedy"``.
+        absolute: as for `EdgeScores.top`.
+
+    Raises:
+        ValueError: as `Circuit.evaluate`; or an unknown way to choose; or shares that do not grow from 0 to 1.
+
+    Example:
+        >>> from bridge.circuits import Curve
+        >>> curve = Curve((0.0, 0.5, 1.0), (0.0, 1.0, 1.0))
+        >>> curve.cpr, curve.cmd
+        (0.75, 0.25)
+    """
+    check_choice("choose", choose, ("top", "greedy"))
+    if not shares or not shares[0] >= 0 or not shares[-1] <= 1 or list(shares) != sorted(set(shares)):
+        raise ValueError(f"shares are {tuple(shares)}; they must grow, from 0 to 1")
+    pick = scores.top if choose == "top" else scores.greedy
+    masks = [pick(round(share * scores.graph.n_edges), absolute).mask for share in shares]
+    found = evaluations(scores.graph, masks, bridge, clean, corrupted, metric, ablation, reference)
+    return Curve(tuple(shares), tuple(one.faithfulness for one in found))

@@ -1,0 +1,299 @@
+"""A run in which some edges carry what the senders wrote in another run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from bridge.bridge import TransformerBridge
+from bridge.circuits.graph import Graph, Metric, Port, heads_of, names_of, written, written_in_both
+from bridge.hooks.arguments import check_choice
+from bridge.hooks.hooks import HookPoint
+from bridge.patching.corrupted import CorruptedRun, may_start_later, tokens_per_run
+from bridge.patching.sweep import Job, Patch, Sweep
+
+
+class EdgeRun:
+    """One run of some prompts for each of several sets of edges, all in one batch.
+
+    Every receiver reads the stream of this very run, to which is added, for each replaced edge, what the sender wrote
+    in the other run less what it writes in this one. Norms, attention and MLPs are then computed from that by the
+    model.
+
+    Args:
+        graph: the graph.
+        bridge: the bridge.
+        other: what replaces the senders, ``[sender, batch, pos, d_model]``, or one row for all.
+        replaced: for each set, which edges carry it, ``[set, receiver, sender]``.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        bridge: TransformerBridge,
+        other: Float[Tensor, "sender batch_or_one pos d_model"],
+        replaced: Bool[Tensor, "set receiver sender"],
+    ) -> None:
+        self.graph, self.bridge, self.other = graph, bridge, other
+        self.replaced = (replaced & graph.exists).to(other.device, other.dtype)
+        self.sets = len(replaced)
+        self._seen: dict[str, Tensor] = {}
+        self._other = self._change = other
+
+    @torch.no_grad()
+    def logits(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "set batch pos d_vocab"]:
+        """The logits of each set.
+
+        Args:
+            tokens: the prompts, ``[batch, pos]``.
+        """
+        batch, length = tokens.shape
+        self._other = self.other.expand(-1, batch, length, -1)
+        self._change = self.other.new_zeros(self.sets, *self._other.shape)
+        self._seen = {}
+        hooks: list[Any] = [("blocks.0.hook_resid_pre", self._embed)]
+        for layer in range(len(self.graph.layers)):
+            hooks += [(name, self._see) for name in names_of(self.graph, self.bridge, layer)]
+        used = self.replaced.bool().any(0)
+        for port in self.graph.ports:
+            if used[port.first : port.first + port.count].any():
+                hooks.append((port.name, self._reading(port)))
+        logits = self.bridge.run_with_hooks(tokens.repeat(self.sets, 1), fwd_hooks=hooks)
+        return logits.unflatten(0, (self.sets, batch))
+
+    def _embed(self, stream: Tensor, hook: HookPoint) -> None:
+        self._write(0, stream.unsqueeze(0))
+
+    def _see(self, activation: Tensor, hook: HookPoint) -> None:
+        """Notes what a layer's senders write; heads count when all that is needed of them was seen."""
+        layer = hook.layer()
+        first, shape = self.graph.first_head[layer], self.graph.layers[layer]
+        if hook.name.endswith("hook_mlp_out"):
+            self._write(first + shape.heads, activation.unsqueeze(0))
+            return
+        self._seen[hook.name] = activation
+        names = [name for name in names_of(self.graph, self.bridge, layer) if not name.endswith("hook_mlp_out")]
+        if all(name in self._seen for name in names):
+            self._write(first, heads_of(self.bridge, self._seen, layer))
+            self._seen = {}
+
+    def _write(self, sender: int, parts: Float[Tensor, "part rows pos d_model"]) -> None:
+        """Keeps by how much senders of the other run differ from this one's."""
+        here = parts.unflatten(1, (self.sets, -1)).movedim(1, 0)
+        n = len(parts)
+        torch.sub(self._other[sender : sender + n], here, out=self._change[:, sender : sender + n])
+
+    def _reading(self, port: Port) -> Callable[..., Tensor]:
+        weights = self.replaced[:, port.first : port.first + port.count, : port.upstream]
+
+        def read(stream: Tensor, hook: HookPoint) -> Tensor:
+            change = self._change[:, : port.upstream]  # set sender batch pos d_model
+            added = (weights @ change.flatten(2)).unflatten(2, change.shape[2:])
+            by_row = added.permute(0, 2, 3, 1, 4).flatten(0, 1)
+            return stream + (by_row if port.per_head else by_row.squeeze(-2)).to(stream.dtype)
+
+        return read
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# How faithful a circuit is: what the model does when all other edges carry something else.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+ABLATIONS = ("resample", "mean", "zero")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a circuit does.
+
+    Attributes:
+        model: the metric of the whole model.
+        ablated: with every edge replaced.
+        circuit: with every edge replaced but those of the circuit.
+        complement: with the circuit's edges replaced.
+        share: the circuit's part of all edges.
+    """
+
+    model: float
+    ablated: float
+    circuit: float
+    complement: float
+    share: float
+
+    def _part(self, value: float) -> float:
+        if self.model == self.ablated:
+            raise ValueError(
+                f"the metric is {self.model} with every edge and with none: there is nothing for a circuit to keep"
+            )
+        return (value - self.ablated) / (self.model - self.ablated)
+
+    @property
+    def faithfulness(self) -> float:
+        """The circuit's part of what the model's metric is above that of no edges: 1 means all of it."""
+        return self._part(self.circuit)
+
+    @property
+    def complement_faithfulness(self) -> float:
+        """The same of all other edges: 0 means that nothing of it is left without the circuit."""
+        return self._part(self.complement)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Faithfulness against size.
+
+    Attributes:
+        shares: parts of all edges, from small to large.
+        faithfulness: of the circuit of each size.
+    """
+
+    shares: tuple[float, ...]
+    faithfulness: tuple[float, ...]
+
+    @property
+    def cpr(self) -> float:
+        """The circuit performance ratio: the area under the curve (Mueller et al. 2025). Larger is better."""
+        return self._area(self.faithfulness)
+
+    @property
+    def cmd(self) -> float:
+        """The circuit-model distance: the area between the curve and 1 (Mueller et al. 2025). 0 is best."""
+        return self._area([abs(1 - value) for value in self.faithfulness])
+
+    def _area(self, values: Sequence[float]) -> float:
+        """By trapezoids between the shares."""
+        steps = zip(self.shares, self.shares[1:], values, values[1:], strict=False)
+        return sum((right - left) * (a + b) / 2 for left, right, a, b in steps)
+
+
+def evaluations(
+    graph: Graph,
+    masks: Sequence[Bool[Tensor, "receiver sender"]],
+    bridge: TransformerBridge,
+    clean: Int[Tensor, "batch pos"],
+    corrupted: Int[Tensor, "batch pos"],
+    metric: Metric,
+    ablation: str,
+    reference: Int[Tensor, "rows length"] | None,
+) -> list[Evaluation]:
+    """What several circuits do; see `Circuit.evaluate`.
+
+    Args:
+        graph: their graph.
+        masks: which edges each has.
+        bridge, clean, corrupted, metric, ablation, reference: as there.
+
+    Raises:
+        ValueError: as there.
+    """
+    model_graph = Graph.of(bridge)
+    if graph != model_graph:
+        raise ValueError(f"the circuit is of {graph}, and this model is {model_graph}")
+    if clean.shape != corrupted.shape:
+        raise ValueError(f"clean tokens are {list(clean.shape)} and corrupted ones {list(corrupted.shape)}")
+    other = _other(graph, bridge, corrupted, ablation, reference)
+    with torch.no_grad():
+        model = float(metric(bridge(clean)))
+        ablated = float(metric(EdgeRun(graph, bridge, other, graph.exists[None]).logits(clean)[0]))
+        found = []
+        for mask in masks:
+            replaced = torch.stack([graph.exists & ~mask, mask])
+            alone, without = EdgeRun(graph, bridge, other, replaced).logits(clean)
+            share = int(mask.sum()) / graph.n_edges
+            found.append(Evaluation(model, ablated, float(metric(alone)), float(metric(without)), share))
+    return found
+
+
+def _other(
+    graph: Graph,
+    bridge: TransformerBridge,
+    corrupted: Int[Tensor, "batch pos"],
+    ablation: str,
+    reference: Int[Tensor, "rows length"] | None,
+) -> Float[Tensor, "sender batch_or_one pos d_model"]:
+    """What replaces the senders."""
+    check_choice("ablation", ablation, ABLATIONS)
+    if reference is not None and ablation != "mean":
+        raise ValueError(f"reference prompts are for the mean; the ablation is {ablation!r}")
+    if ablation == "mean":
+        tokens = corrupted if reference is None else reference
+        if tokens.shape[1] != corrupted.shape[1]:
+            raise ValueError(f"reference prompts have {tokens.shape[1]} tokens, and these {corrupted.shape[1]}")
+        return written(graph, bridge, tokens).parts.mean(1, keepdim=True)
+    parts = written(graph, bridge, corrupted).parts
+    return parts if ablation == "resample" else torch.zeros_like(parts[:, :1])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What one edge alone does to a metric, measured: the edge carries what its sender writes in the corrupted run.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def effects_of_edges(
+    graph: Graph,
+    bridge: TransformerBridge,
+    clean: Int[Tensor, "batch pos"],
+    corrupted: Int[Tensor, "batch pos"],
+    metric: Metric,
+    edges: Sequence[str] | None,
+    verbose: bool,
+) -> Float[Tensor, "receiver sender"]:
+    """What `edge_effects` returns as `EdgeScores`; 0 where an edge was not asked for.
+
+    Args:
+        graph: the graph of the bridge.
+        bridge, clean, corrupted, metric, edges, verbose: as there.
+    """
+    wanted = graph.exists.nonzero().tolist() if edges is None else [list(graph.edge(edge)) for edge in edges]
+    one, other = written_in_both(graph, bridge, clean, corrupted)
+    change = other.parts - one.parts
+    values = torch.zeros(graph.exists.shape, dtype=torch.float64)
+    differs = [part.abs().amax((0, 2)).nonzero().flatten() for part in change]
+    wanted = [(receiver, sender) for receiver, sender in wanted if len(differs[sender])]
+    with tqdm(total=len(wanted), desc="patching edges", unit="edge", disable=not verbose) as bar:
+        run = CorruptedRun(bridge, clean, [0]) if may_start_later(bridge) else None
+        base = float(metric(one.logits))
+        if run is None or not run.steps:
+            for receiver, sender in wanted:
+                replaced = torch.zeros_like(graph.exists)
+                replaced[receiver, sender] = True
+                logits = EdgeRun(graph, bridge, other.parts, replaced[None]).logits(clean)[0]
+                values[receiver, sender] = float(metric(logits)) - base
+                bar.update()
+            return values
+        jobs = []
+        for index, (receiver, sender) in enumerate(wanted):
+            port = graph.port_of[receiver]
+            start = int(differs[sender][0]) if run.positions else 0
+            which = receiver - port.first if port.per_head else None
+            jobs.append(Job(index, bridge.hook_dict[port.name], start, _adding(change[sender], which)))
+        size = one.logits.element_size()
+        most = tokens_per_run(bridge.cfg, one.logits.device, clean.shape[1], size) // clean.shape[0]
+        for job, logits in Sweep(run, lambda length: max(1, most // (length * bridge.cfg.n_heads))).logits(jobs):
+            receiver, sender = wanted[job.index]
+            values[receiver, sender] = float(metric(logits)) - base
+            bar.update()
+    return values
+
+
+def _adding(change: Float[Tensor, "batch pos d_model"], which: int | None) -> Callable[[int], Patch]:
+    """A patch that adds to a stream, or to one head's view of it."""
+
+    def of(start: int) -> Patch:
+        def add(stream: Tensor) -> Tensor:
+            if which is None:
+                return stream + change[:, start:]
+            stream[:, :, which] += change[:, start:]
+            return stream
+
+        return add
+
+    return of

@@ -1,0 +1,387 @@
+"""`harvest`: activations of a model over documents, into a folder that any Arrow reader opens."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from bridge.bridge import TransformerBridge
+from bridge.harvest.engines import WorkerPool, installed, run_local, run_ray
+from bridge.harvest.fingerprint import HarvestError, MixError, digest, of_folder, of_model, of_tokenizer
+from bridge.harvest.options import (
+    DType,
+    FileFormat,
+    HarvestOptions,
+    ModelSource,
+    Reduction,
+    Rows,
+    Special,
+    TopPositions,
+    bos_id,
+    check_choice,
+    check_kinds,
+    check_number,
+    special_id,
+)
+from bridge.harvest.packing import START, Cursor, ShardInput, Source, SourceReader, Tokenization, as_source
+from bridge.harvest.rows import Meter, Progress, Report, RowMaker, Together, default_batch_size
+from bridge.harvest.shards import Folder, Manifest, ShardRecord
+from bridge.hooks.context import HookFunction
+from bridge.version import __version__
+
+Engine = Literal["local", "ray"]
+#: What makes shards and writes them, and tells of each that is whole.
+Runs = Callable[[Iterator[ShardInput], Callable[[ShardRecord, float], None]], object]
+
+
+def harvest(
+    model: TransformerBridge | str,
+    source: Any,
+    *,
+    hook_points: Sequence[str],
+    out: str | os.PathLike[str],
+    context_size: int = 128,
+    dtype: DType = "float16",
+    tokens_per_shard: int = 2**20,
+    max_tokens: int | None = None,
+    column: str = "text",
+    prepend_bos: bool | None = None,
+    separator: int | Special | None = None,
+    pack: bool = True,
+    keep_special: bool = True,
+    rows: Rows = "all",
+    reduce: Mapping[str, Reduction] | None = None,
+    interventions: Sequence[tuple[str, HookFunction]] = (),
+    batch_size: int | None = None,
+    device: torch.device | str | None = None,
+    model_dtype: torch.dtype | str | None = None,
+    tokenizer: Any = None,
+    format: FileFormat = "arrow",
+    engine: Engine = "local",
+    workers: int = 2,
+    address: str | None = None,
+    cpus_per_worker: float = 1,
+    gpus_per_worker: float = 0,
+    progress: bool | Callable[[Progress], object] = False,
+) -> Report:
+    """Runs a model over documents and writes activations, with ids that lead back to the text.
+
+    A call that was interrupted, in whatever way, goes on from its whole shards when it is made again; one that is
+    finished returns at once. The model runs only as far as the deepest hook point.
+
+    Args:
+        model: a bridge (in evaluation mode), or a path or name, which is loaded where it is needed ("embedded": the
+            model in the package).
+        source: a list or an iterator of texts or rows of token ids; a tensor of tokens ``[document, pos]``; `Files`,
+            a `pathlib.Path` or several; a Hugging Face data set, whole or streaming; a Ray data set. A call that goes
+            on needs the same documents in the same order, an iterator from its beginning.
+        hook_points: names or aliases of points that have a row for each token (an axis ``pos`` or ``key_pos``).
+        out: the folder.
+        context_size: tokens in one input of the model, at most.
+        dtype: what floating-point activations are stored as. A value that it cannot hold is an error.
+        tokens_per_shard: a shard ends with the input that reaches this many tokens.
+        max_tokens: end with the input that reaches this many tokens; None: the whole source.
+        column: where the texts or token ids stand in JSONL, Parquet and data sets.
+        prepend_bos: start every input with BOS; None: as the bridge does with texts.
+        separator: a token behind every document: an id, or a name of one of the tokenizer's ("eos", "bos", "sep", ...).
+        pack: inputs hold one document after another and are full; False: each is of one document, and those of nearly
+            one length run together. Padding is never written.
+        keep_special: write rows for BOS and separators too.
+        rows: ``"all"`` tokens; or one row for each document in an input, ``"mean"`` of its tokens or the ``"last"`` of
+            them; or `TopPositions`.
+        reduce: for a hook point, what is made of its activation: `Project`, `TopK`, or what has the same two methods.
+        interventions: pairs of a hook point and a hook function, active in every run.
+        batch_size: inputs of full length in one forward pass; None: about 4,096 tokens on a CPU, 32,768 elsewhere. It
+            is halved when memory runs out.
+        device, model_dtype: for a model that is loaded by name; None: as Hugging Face chooses.
+        tokenizer: for texts; None: the bridge's or the model's own.
+        format: ``"arrow"`` (IPC files, memory-mapped when read) or ``"parquet"``.
+        engine: ``"local"``: this process; ``"ray"``: a pool of Ray actors. Either continues what the other began.
+        workers, address, cpus_per_worker, gpus_per_worker: for Ray; without an address a cluster on this machine.
+        progress: True for a line on the terminal; a function is called with a `Progress` after each shard.
+
+    Returns:
+        What was made.
+
+    Raises:
+        HarvestError: an option, source or hook point that cannot be harvested.
+        MixError: the folder holds a harvest of another model, tokenizer or option.
+        WriteError: the disk is full, or the system refused to write.
+        UnknownHookError: a name that no hook point has.
+        TypeError: a model that is none, or a number that is none.
+
+    Example:
+        >>> import tempfile
+        >>> from bridge.harvest import harvest
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     report = harvest("embedded", ["Mary and John"], hook_points=["blocks.2.hook_resid_post"], out=folder)
+        >>> report.rows
+        4
+    """
+    for name, choice, choices in (("dtype", dtype, DType), ("format", format, FileFormat), ("engine", engine, Engine)):
+        check_choice(name, choice, choices)
+    for name, number in (("tokens_per_shard", tokens_per_shard), ("workers", workers)):
+        check_number(name, number, 1)
+    for name, given in (("max_tokens", max_tokens), ("batch_size", batch_size)):
+        check_number(name, given, 1, none=True)
+    check_number("context_size", context_size, 2)
+    if not isinstance(rows, TopPositions):
+        check_choice("rows", rows, Literal["all", "mean", "last"])
+    check_kinds(hook_points, interventions, reduce, prepend_bos, pack, keep_special)
+    if not hook_points:
+        raise HarvestError(f"hook_points is {hook_points!r}; it must be a list with at least one name")
+    if engine == "ray":
+        installed()
+    spec = ModelSource.of(model, device, model_dtype)
+    group = None if spec.bridge is None else spec.bridge.wiring.group
+    if engine == "ray" and group is not None:
+        raise HarvestError("a worker of Ray is one process, and this model is shared by several: engine='local'")
+    tokenizer = tokenizer if tokenizer is not None else _tokenizer(spec)
+    reader_source = as_source(source, column)
+    separator_id = special_id(tokenizer, separator)
+    # BOS may depend on the model: what was asked for is known before that is loaded.
+    asked = HarvestOptions(
+        tuple(hook_points), Tokenization(context_size, None, separator_id, pack), dtype, tokens_per_shard, max_tokens,
+        keep_special, rows, dict(reduce or {}), tuple(interventions), batch_size, format,
+    )  # fmt: skip
+    files = None if spec.folder is None else of_folder(spec.folder)
+    gpus = engine == "ray" and gpus_per_worker > 0
+    quick = {
+        "model": [spec.path, spec.device, spec.dtype, files, gpus],
+        "asked": digest(json.dumps([asked.describe(asked.hook_points, batch_size or 0, ""), prepend_bos])),
+        "tokenizer": None if tokenizer is None else of_tokenizer(tokenizer),
+    }
+    together = None if group is None else Together(group)
+    pool = WorkerPool(workers, cpus_per_worker, gpus_per_worker, address) if engine == "ray" else None
+    made = partial(
+        _harvested, spec, asked, reader_source, tokenizer, prepend_bos, Folder(out), quick, pool, progress, together
+    )
+    if together is None:
+        return made()
+    assert spec.bridge is not None
+    return together.lead(made) if together.leads else together.follow(spec.bridge, interventions)
+
+
+def _harvested(
+    spec: ModelSource, asked: HarvestOptions, source: Source, tokenizer: Any, prepend_bos: bool | None, folder: Folder,
+    quick: dict[str, Any], pool: WorkerPool | None, progress: bool | Callable[[Progress], object],
+    together: Together | None,
+) -> Report:  # fmt: skip
+    """What `harvest` does in the process that writes."""
+    began, gpus, known = time.perf_counter(), bool(pool and pool.gpus > 0), quick["model"][3] is not None
+    with folder.locked():
+        manifest = folder.manifest()
+        if manifest is not None and manifest.complete and known and manifest.quick == quick:
+            _check_source(manifest, source)
+            return _report(folder, manifest, 0, time.perf_counter() - began, None)
+        bridge = (replace(spec, device=None) if gpus else spec).load()
+        kind = "cuda" if gpus else torch.device(bridge.cfg.device).type
+        batch_size = asked.batch_size
+        if batch_size is None:
+            batch_size = default_batch_size(asked.tokens.context_size, kind)
+            if manifest is not None:
+                batch_size = int(manifest.options.get("batch_size", batch_size))
+        bos = bos_id(tokenizer, prepend_bos, bridge.cfg.default_prepend_bos)
+        options = replace(asked, tokens=replace(asked.tokens, bos=bos))
+        maker = RowMaker(bridge, options, batch_size, together)
+        if together is not None:
+            together.tell("weights")
+        planned = _manifest(bridge, maker, options, batch_size, kind, quick, source)
+        if manifest is None:
+            _refuse_foreign(folder)
+            manifest = planned
+            folder.write(manifest)
+        else:
+            _refuse_mixing(folder, manifest, planned)
+            if manifest.complete:
+                _check_source(manifest, source)
+                return _report(folder, manifest, 0, time.perf_counter() - began, None)
+            folder.clean()
+        weights = str(planned.model["weights"])
+        if pool is not None and spec.bridge is None:
+            del bridge, maker  # the workers have their own
+        reader = SourceReader(source, tokenizer, options.tokens)
+        if pool is None:
+            run: Runs = partial(run_local, maker, folder, options.format)
+        else:
+            run = partial(run_ray, pool, spec, options, batch_size, folder, weights)
+        meter = _write(manifest, reader, options, progress, 1 if pool is None else pool.workers, run)
+        _finish(folder, manifest, reader, options.max_tokens)
+    return _report(folder, manifest, meter.shards, time.perf_counter() - began, meter.now())
+
+
+def _write(
+    manifest: Manifest,
+    reader: SourceReader,
+    options: HarvestOptions,
+    progress: bool | Callable[[Progress], object],
+    workers: int,
+    run: Runs,
+) -> Meter:
+    """Writes the shards that are not there yet, and puts them into the manifest.
+
+    Args:
+        manifest: of the folder.
+        reader: reads the source.
+        options: of the harvest.
+        progress: who is told of it.
+        workers: how many run.
+        run: makes and writes shards, and tells of each.
+
+    Raises:
+        HarvestError: the source is another than before, or empty.
+    """
+    whole = {record.index: record for record in manifest.shards}
+    after, index, sequence, tokens = _resume_at(whole)
+    meter = Meter(progress, reader.source.total, after.documents, workers)
+
+    def done(record: ShardRecord, seconds: float) -> None:
+        whole[record.index] = record
+        meter.add(record.tokens, record.documents, seconds)
+
+    most = None if options.max_tokens is None else options.max_tokens - tokens
+    known, ended = dict(whole), index
+    left = most is None or most > 0
+    given = reader.shards(options.tokens_per_shard, after, index, sequence, most) if left else iter(())
+
+    def missing() -> Iterator[ShardInput]:
+        """The shards that are not there yet, if those that are there are of the same tokens."""
+        nonlocal ended
+        for shard in given:
+            record, ended = known.get(shard.index), shard.index + 1
+            if record is None:
+                yield shard
+            elif record.input != shard.fingerprint():
+                raise HarvestError(
+                    f"the source is another than the one that {record.file} was made from. "
+                    "Give the same source, or another folder for `out`."
+                )
+
+    try:
+        run(missing(), done)
+    finally:
+        meter.close()
+    if whole and max(whole) >= ended:
+        raise HarvestError(
+            f"the source ends before {whole[max(whole)].file}, which was made from it: it is another than before. "
+            "Give the same source, or another folder for `out`."
+        )
+    if not whole:
+        raise HarvestError(f"the source ({reader.source.description}) has no tokens")
+    manifest.shards = [whole[number] for number in sorted(whole)]
+    return meter
+
+
+def _tokenizer(spec: ModelSource) -> Any:
+    """The tokenizer of a bridge or of a model that is not loaded yet; None where there is none."""
+    if spec.bridge is not None:
+        return spec.bridge.tokenizer
+    from transformers import AutoTokenizer
+
+    path = spec.path
+    assert path is not None
+    if os.path.isdir(path) and not any(
+        os.path.exists(os.path.join(path, name))
+        for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+    ):
+        return None
+    return AutoTokenizer.from_pretrained(path)
+
+
+def _manifest(
+    bridge: TransformerBridge, maker: RowMaker, options: HarvestOptions, batch_size: int, device: str,
+    quick: dict[str, Any], source: Source,
+) -> Manifest:  # fmt: skip
+    import numpy
+    import pyarrow
+    import transformers
+
+    return Manifest(
+        model={"name": bridge.cfg.model_name, **of_model(bridge)},
+        tokenizer=quick["tokenizer"],
+        options=options.describe(maker.points, batch_size, device),
+        versions={
+            "transformer-bridge": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "pyarrow": pyarrow.__version__,
+            "numpy": numpy.__version__,
+        },
+        source={"description": source.description, "identity": source.identity, "end": None},
+        quick=quick,
+    )
+
+
+def _refuse_foreign(folder: Folder) -> None:
+    there = [place.name for place in folder.path.iterdir() if place.name not in ("records", ".lock")]
+    if there:
+        raise HarvestError(
+            f"{folder.path} has no manifest of a harvest and is not empty (it has {sorted(there)[0]}): "
+            "give an empty or a new folder for `out`"
+        )
+
+
+def _refuse_mixing(folder: Folder, old: Manifest, new: Manifest) -> None:
+    """Refuses to continue a harvest of something else.
+
+    Raises:
+        MixError: something differs; it says what.
+    """
+    differences: list[tuple[str, object, object]] = []
+    new_options = json.loads(json.dumps(new.options))
+    for part, before, now in (("model", old.model, new.model), ("", old.options, new_options)):
+        for name in sorted(set(before) | set(now)):
+            if (part, name) != ("model", "name") and before.get(name) != now.get(name):
+                differences.append((f"{part} {name}".strip(), before.get(name), now.get(name)))
+    if old.tokenizer != new.tokenizer:
+        differences.append(("tokenizer", old.tokenizer, new.tokenizer))
+    if differences:
+        raise MixError(str(folder.path), differences)
+
+
+def _resume_at(whole: dict[int, ShardRecord]) -> tuple[Cursor, int, int, int]:
+    """Behind the first whole shards that no other is missing between: the place, the next shard, input and token."""
+    after, sequence, tokens, index = START, 0, 0, 0
+    while index in whole:
+        record = whole[index]
+        after = Cursor(record.documents, record.offset, record.source)
+        sequence, tokens, index = sequence + record.sequences, tokens + record.tokens, index + 1
+    return after, index, sequence, tokens
+
+
+def _finish(folder: Folder, manifest: Manifest, reader: SourceReader, max_tokens: int | None) -> None:
+    total = sum(record.tokens for record in manifest.shards)
+    cut = max_tokens is not None and total >= max_tokens
+    last = manifest.shards[-1]
+    end = Cursor(last.documents, last.offset, last.source) if cut else reader.end
+    manifest.source["end"] = {"documents": end.documents, "source": end.source, "whole": not cut}
+    manifest.complete = True
+    folder.write(manifest)
+    for place in folder.records.glob("shard-*.json"):
+        place.unlink()
+
+
+def _check_source(manifest: Manifest, source: Source) -> None:
+    """Refuses another source than the one that a finished harvest is of."""
+    identity = json.loads(json.dumps(source.identity))
+    if identity is not None and identity == manifest.source["identity"]:
+        return
+    end = manifest.source["end"]
+    SourceReader(source, None, Tokenization(2, None, None, True)).check(
+        Cursor(end["documents"], 0, end["source"]), end["whole"]
+    )
+
+
+def _report(folder: Folder, manifest: Manifest, made: int, seconds: float, progress: Progress | None) -> Report:
+    speed, share = (0.0, 0.0) if progress is None else (progress.tokens_per_second, progress.model_share)
+    return Report(
+        folder.path, len(manifest.shards), **manifest.totals(), made=made, seconds=seconds, tokens_per_second=speed,
+        model_share=share,
+    )  # fmt: skip

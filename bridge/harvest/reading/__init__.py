@@ -1,1 +1,0 @@
-"""Reading what a harvest wrote: in order, shuffled, its statistics, its checksums."""

@@ -1,0 +1,332 @@
+"""`lens`: what each layer of a model would say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from adapters.points import module_at, path_from
+from bridge.analysis.requirements import refuse_no_stream
+from bridge.hooks.arguments import refuse_wrong_types
+from bridge.hooks.context import CURRENT, RunContext, in_context
+from bridge.hooks.modules import written_to
+from bridge.hooks.names import last_stream
+from bridge.lens.tuned import Readable, TunedLens
+from bridge.run.inputs import Input
+from bridge.run.recorder import PosSlice
+from bridge.run.tokenization import texts_in
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the model would say if it ended earlier: the residual stream of each layer, read as next tokens.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+#: The most logits that are held at once.
+MOST_LOGITS = 2**25
+
+
+@dataclass(frozen=True)
+class Top:
+    """The likeliest tokens.
+
+    Attributes:
+        tokens: their ids, the likeliest first, ``[layer, batch, pos, k]``.
+        probabilities: theirs.
+    """
+
+    tokens: Int[Tensor, "layer batch pos k"]
+    probabilities: Float[Tensor, "layer batch pos k"]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The residual streams of a run, and what a lens reads in them. Logits are computed when they are asked for.
+
+    Attributes:
+        streams: before each chosen layer, ``[layer, batch, pos, d_model]``; layer ``n_layers`` is the end.
+        layers: which layers.
+        decode: from ``[batch, pos, d_model]`` and a layer to logits ``[batch, pos, d_vocab]``.
+        mask: ``[batch, pos]``, 0 where a shorter prompt is padded (in front); None: nowhere.
+        n_layers: how many layers the model has.
+        d_vocab: how many tokens there are.
+    """
+
+    streams: Float[Tensor, "layer batch pos d_model"]
+    layers: tuple[int, ...]
+    decode: Callable[[Tensor, int], Tensor]
+    mask: Int[Tensor, "batch pos"] | None
+    n_layers: int
+    d_vocab: int
+
+    @property
+    def labels(self) -> list[str]:
+        """Such as ``0_pre``, and ``final_post``."""
+        return ["final_post" if layer == self.n_layers else f"{layer}_pre" for layer in self.layers]
+
+    @refuse_wrong_types
+    def logits(self, layer: int) -> Float[Tensor, "batch pos d_vocab"]:
+        """The logits of one layer.
+
+        Args:
+            layer: as in `layers`; -1 is the last of them.
+
+        Raises:
+            ValueError: it was not read.
+        """
+        if layer == -1:
+            layer = self.layers[-1]
+        if layer not in self.layers:
+            raise ValueError(f"layer {layer} was not read; there are {', '.join(map(str, self.layers))}")
+        return self.decode(self.streams[self.layers.index(layer)], layer)
+
+    def stack(self) -> Float[Tensor, "layer batch pos d_vocab"]:
+        """The logits of all layers at all positions that were read. Everything else here does without that tensor."""
+        return torch.stack([self.logits(layer) for layer in self.layers])
+
+    @refuse_wrong_types
+    def top(self, k: int = 5) -> Top:
+        """The `k` likeliest tokens of each layer.
+
+        Args:
+            k: how many.
+
+        Raises:
+            ValueError: there are not so many tokens.
+        """
+        if not 1 <= k <= self.d_vocab:
+            raise ValueError(f"k is {k}; it must be from 1 to {self.d_vocab}")
+        found = self._gather(lambda logits: torch.cat(list(_top(logits, k)), -1))
+        tokens, probabilities = found.split(k, -1)
+        return Top(tokens.long(), probabilities)
+
+    @refuse_wrong_types
+    def probabilities(self, token: int) -> Float[Tensor, "layer batch pos"]:
+        """The probability of one token in each layer.
+
+        Args:
+            token: its id.
+        """
+        self._check(token)
+        return self._gather(lambda logits: logits.softmax(-1)[..., token])
+
+    @refuse_wrong_types
+    def ranks(self, token: int) -> Int[Tensor, "layer batch pos"]:
+        """How many tokens are likelier than this one in each layer.
+
+        Args:
+            token: its id.
+        """
+        self._check(token)
+        return self._gather(lambda logits: (logits > logits[..., token : token + 1]).sum(-1)).long()
+
+    def divergence(self) -> Float[Tensor, "layer batch pos"]:
+        """The Kullback-Leibler divergence of each layer's distribution from the last one's, in nats."""
+        last = self.layers[-1]
+        rows = []
+        for layer, stream in zip(self.layers, self.streams, strict=True):
+            parts = []
+            for part, end in zip(self._parts(stream), self._parts(self.streams[-1]), strict=True):
+                right = self.decode(end, last).double().log_softmax(-1)
+                found = self.decode(part, layer).double().log_softmax(-1)
+                parts.append((right.exp() * (right - found)).sum(-1))
+            rows.append(torch.cat(parts, 1).to(self.streams.dtype))
+        return torch.stack(rows)
+
+    def _check(self, token: int) -> None:
+        if not 0 <= token < self.d_vocab:
+            raise ValueError(f"token is {token}; it must be from 0 to {self.d_vocab - 1}")
+
+    def _gather(self, look: Callable[[Tensor], Tensor]) -> Tensor:
+        """A function of the logits for each layer, some positions at a time."""
+        return torch.stack(
+            [
+                torch.cat([look(self.decode(part, layer).double()) for part in self._parts(stream)], 1)
+                for layer, stream in zip(self.layers, self.streams, strict=True)
+            ]
+        )
+
+    def _parts(self, stream: Float[Tensor, "batch pos d_model"]) -> Iterator[Tensor]:
+        width = max(1, MOST_LOGITS // (stream.shape[0] * self.d_vocab))
+        yield from stream.split(width, 1)
+
+
+def _top(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    found = logits.softmax(-1).topk(k, -1)
+    return found.indices.to(found.values.dtype), found.values
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Decoding what a lens has read under the hooks, and with the weights, that it was read with.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+Decode = Callable[[Tensor, int], Tensor]
+
+
+def as_read(bridge: Readable, decode: Decode, hooked: bool) -> Decode:
+    """The same decoding, refused where hooks or weights behind the blocks are not those of now.
+
+    Args:
+        bridge: the bridge.
+        decode: from a stream and its layer to logits.
+        hooked: it runs the model behind the blocks, and so sees the hooks there. (Others have done their work.)
+    """
+    behind = [hook for hook in bridge.hook_dict.values() if hook.point.depth >= bridge.cfg.n_layers]
+    paths = dict.fromkeys(hook.point.site.path for hook in behind)
+    own = bridge.core.get_output_embeddings()  # none: a classifier's head, which is a hook point
+    modules = [*[own][: own is not None], *[module_at(bridge.original_model, path) for path in paths if path]]
+
+    def hooks() -> list[tuple[str, object]]:
+        active = [(hook.name, listener) for hook in behind if hook.listeners for listener in hook.visible_listeners()]
+        return [(name, listener.fn) for name, listener in active if hooked and listener.kind == "fwd"]
+
+    hooks_then, weights_then = hooks(), [written_to(module) for module in modules]
+
+    def decoded(stream: Tensor, layer: int) -> Tensor:
+        if hooks() != hooks_then:
+            names = ", ".join(dict.fromkeys(name for name, _ in (*hooks_then, *hooks())))
+            raise ValueError(
+                f"the hooks at {names} are not those that this reading was made under: ask it inside of the same "
+                "`with` statement, or read again"
+            )
+        if [written_to(module) for module in modules] != weights_then:
+            raise ValueError(
+                "the weights behind the blocks were changed since this reading was made (processed, trained, written "
+                "to, or adapters switched): read again"
+            )
+        here = CURRENT.get()
+        with in_context(RunContext(here.shared, generation=here.generation, inherited=here.shared)):
+            return decode(stream, layer)
+
+    return decoded
+
+
+KINDS = ("normed", "raw")
+
+
+@refuse_wrong_types
+def lens(
+    bridge: Readable,
+    input: Input,
+    kind: str | TunedLens = "normed",
+    pos_slice: PosSlice = None,
+    layers: Sequence[int] | None = None,
+    prepend_bos: bool | None = None,
+    attention_mask: Int[Tensor, "batch pos"] | None = None,
+) -> Reading:
+    """Reads the residual stream before each layer, and at the end, as next tokens.
+
+    The kinds are ``"normed"``, through the model's own final norm and unembedding (nostalgebraist 2020, "interpreting
+    GPT: the logit lens"); ``"raw"``, through the unembedding alone; or a `TunedLens`, whose map comes before the final
+    norm. A soft cap on the logits is part of all but ``"raw"``.
+
+    Args:
+        bridge: the bridge.
+        input: a text, several texts, token ids, or tokens ``[pos]`` or ``[batch, pos]``. Shorter texts are padded in
+            front, so that position -1 is the last of each.
+        kind: see above.
+        pos_slice: which positions to read, such as -1; None: all. Only those are kept.
+        layers: streams before which layers, from 0; ``n_layers`` is the end; None: all.
+        prepend_bos: begin texts with BOS; None: as the bridge does.
+        attention_mask: for tokens: 1 for tokens and 0 for padding.
+
+    Returns:
+        A reading, which computes logits when asked, under the hooks and with the weights of now: where those behind
+        the blocks have changed by then, it refuses.
+
+    Raises:
+        ValueError: an unknown kind or layer; a lens for another model; a model with several residual streams.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.lens import lens
+        >>> bridge = TransformerBridge.boot_embedded()
+        >>> reading = lens(bridge, ["The capital of France is", "The capital of Italy is"], pos_slice=-1)
+        >>> top = reading.top(5)
+        >>> top.tokens.shape  # layer batch pos k
+        torch.Size([5, 2, 1, 5])
+        >>> [bridge.to_single_str_token(int(token)) for token in top.tokens[-1, :, 0, 0]]
+        [' Paris', ' Rome']
+    """
+    refuse_no_stream(bridge)
+    n = bridge.cfg.n_layers
+    chosen = tuple(range(n + 1)) if layers is None else tuple(layer + n + 1 if layer < 0 else layer for layer in layers)
+    if not chosen or any(not 0 <= layer <= n for layer in chosen) or len(set(chosen)) < len(chosen):
+        raise ValueError(f"layers are {list(layers or ())}; they must be different ones from 0 to {n}, the end")
+    decode = as_read(bridge, _decoder(bridge, kind), hooked=kind != "raw")
+    texts = texts_in(input)
+    if texts is not None:
+        if attention_mask is not None:
+            raise ValueError("attention_mask is for tokens; for texts it is worked out")
+        batch = bridge.batch_of(texts, prepend_bos, "left")
+        input, attention_mask = batch.tokens, batch.mask
+    last = last_stream(bridge.hook_dict, n)
+    names = {layer: f"blocks.{layer}.hook_resid_pre" if layer < n else last for layer in chosen}
+    _, cache = bridge.run_with_cache(
+        input, names_filter=list(names.values()), pos_slice=pos_slice, attention_mask=attention_mask, return_type=None
+    )
+    mask = attention_mask
+    if mask is not None and pos_slice is not None:
+        chosen_positions = slice(*pos_slice) if isinstance(pos_slice, tuple) else pos_slice
+        mask = mask[:, [chosen_positions] if isinstance(chosen_positions, int) else chosen_positions]
+    streams = torch.stack([cache[names[layer]] for layer in chosen])
+    return Reading(streams, chosen, decode, mask, n, bridge.cfg.d_vocab_out)
+
+
+def _raw(bridge: Readable) -> Callable[[Tensor, int], Tensor]:
+    """Reads through the unembedding alone, with the factors and the bias of `W_U` and `b_U`, without a soft cap.
+
+    Raises:
+        ValueError: the unembedding does not read vectors of the stream's width.
+    """
+    readout = replace(bridge.architecture.readout, soft_cap=None)
+    unembed = bridge.core.get_submodule(readout.path)
+    width = getattr(unembed, "in_features", bridge.cfg.d_model)
+    if width != bridge.cfg.d_model:
+        raise ValueError(
+            f"the unembedding of {bridge.cfg.model_name} reads vectors of width {width}, not of the stream's "
+            f"{bridge.cfg.d_model}: kind='raw' is not for it"
+        )
+    return lambda stream, layer: readout.logits(unembed.forward(stream * readout.factor_in), bridge.core)
+
+
+def _classified(bridge: Readable) -> Callable[[Tensor, int], Tensor]:
+    """Reads each position of an image through the final norm and the classifier's head.
+
+    The head reads one position, or a mean of several: at the end, its logits are the mean of these readings.
+
+    Raises:
+        ValueError: the norm reads that mean.
+    """
+    if why := bridge.architecture.why_no_logit_sum():
+        raise ValueError(f"{bridge.cfg.model_name}: {why}")
+    final, read = bridge.architecture.stack.final_norm, _raw(bridge)
+    if final is None:
+        return read
+    norm = bridge.original_model.get_submodule(path_from(bridge.original_model, final.path))
+    return lambda stream, layer: read(norm.forward(stream), layer)
+
+
+def _decoder(bridge: Readable, kind: str | TunedLens) -> Callable[[Tensor, int], Tensor]:
+    """From a stream and its layer to logits.
+
+    Raises:
+        ValueError: there is no such kind, or the model has no unembedding to read with.
+    """
+    n = bridge.cfg.n_layers
+    if "unembed.hook_out" not in bridge.hook_dict:
+        raise ValueError(f"{bridge.cfg.model_name} has no unembedding: its stream cannot be read as tokens")
+    if isinstance(kind, TunedLens):
+        kind.check(bridge, unembedding=False)
+        return lambda stream, layer: bridge(kind(stream, layer), start_at_layer=n)
+    if kind == "raw":
+        return _raw(bridge)
+    if kind != "normed":
+        raise ValueError(f"kind is {kind!r}; it must be {', '.join(map(repr, KINDS))} or a TunedLens")
+    if bridge.architecture.pooled is not None:
+        return _classified(bridge)
+    return lambda stream, layer: bridge(stream, start_at_layer=n)

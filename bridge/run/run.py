@@ -1,0 +1,486 @@
+"""One forward pass: from what a user gives and wants to the call of the Hugging Face model and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from adapters.inputs import gives_cache, may_take, takes
+from adapters.points import learns_prompt, token_embedding
+from bridge.hooks.context import (
+    CURRENT,
+    ForwardPass,
+    HookFunction,
+    Kind,
+    Listener,
+    RunContext,
+    Scope,
+    forward_pass,
+    recomputation_frame,
+)
+from bridge.hooks.hooks import HookPoint, checked_function
+from bridge.hooks.modules import Finder
+from bridge.hooks.names import NamesFilter, named_one_by_one
+from bridge.run import layer_range
+from bridge.run.inputs import HookSpec, Input, Inputs, Request, RunnableBridge, check_arguments, prepare
+from bridge.run.layer_range import check_layers
+from bridge.run.tokenization import check_residual, check_whole_logits
+from bridge.wiring.compiled import call_eagerly
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Runs with hooks: which hook points are meant, and hooks that last as long as a ``with`` statement.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def runs_some_layers(forward_kwargs: Mapping[str, Any]) -> bool:
+    """Whether a run starts or stops at a layer."""
+    return any(forward_kwargs.get(name) is not None for name in ("start_at_layer", "stop_at_layer"))
+
+
+def points_that_run(
+    bridge: RunnableBridge, points: Sequence[HookPoint], forward_kwargs: Mapping[str, Any]
+) -> list[HookPoint]:
+    """Those of the hook points that lie in the layers that run."""
+    start, stop = check_layers(
+        forward_kwargs.get("start_at_layer"), forward_kwargs.get("stop_at_layer"), bridge.cfg.n_layers
+    )
+    if start is None and stop is None:
+        return list(points)
+    first, last = start if start is not None else -1, stop if stop is not None else bridge.cfg.n_layers + 1
+    return [hook for hook in points if first <= hook.point.depth < last]
+
+
+def points_of_run(
+    bridge: RunnableBridge, names: NamesFilter | HookPoint, forward_kwargs: Mapping[str, Any]
+) -> list[HookPoint]:
+    """The chosen hook points, of which those named one by one must lie in the layers that run.
+
+    Raises:
+        ValueError: one does not; or none does.
+    """
+    points = bridge.select_hooks(names)
+    running = points_that_run(bridge, points, forward_kwargs)
+    if len(running) == len(points):
+        return points
+    layers = ", ".join(f"{name}={forward_kwargs.get(name)}" for name in ("start_at_layer", "stop_at_layer"))
+    if named_one_by_one(names):
+        outside = next(hook for hook in points if hook not in running)
+        raise ValueError(f"{outside.name} does not run with {layers}")
+    if not running:
+        raise ValueError(f"none of the chosen hook points runs with {layers}")
+    return running
+
+
+@contextmanager
+def hooked(
+    bridge: RunnableBridge,
+    fwd_hooks: Sequence[HookSpec],
+    bwd_hooks: Sequence[HookSpec],
+    reset_hooks_end: bool,
+    clear_contexts: bool,
+) -> Iterator[None]:
+    """Hooks for the runs inside a ``with`` statement: see `TransformerBridge.hooks`."""
+    check_specs("fwd_hooks", fwd_hooks)
+    check_specs("bwd_hooks", bwd_hooks)
+    chosen: list[tuple[HookPoint, HookFunction, Kind, bool]] = []
+    for names, fn in fwd_hooks:
+        named = named_one_by_one(names)
+        chosen += [(hook, checked_function(hook, fn), "fwd", named) for hook in bridge.select_hooks(names)]
+    for names, fn in bwd_hooks:
+        named = named_one_by_one(names)
+        chosen += [(hook, checked_function(hook, fn), "bwd", named) for hook in bridge.select_hooks(names)]
+    try:
+        if reset_hooks_end:
+            scope = Scope()
+            members = [(hook, Listener(kind, fn, scope, named=named)) for hook, fn, kind, named in chosen]
+            with bridge.wiring.scoped(members, scope):
+                yield
+        else:
+            add_all(bridge, [(hook, Listener(kind, fn)) for hook, fn, kind, _ in chosen])
+            yield
+    finally:
+        if clear_contexts:
+            clear_all_contexts(bridge)
+
+
+def check_hooks_run(bridge: RunnableBridge, start: int | None, stop: int | None) -> None:
+    """Refuses a run of some layers where a hook that was opened for it, by name, would never be called.
+
+    Args:
+        bridge: the bridge.
+        start, stop: the layers, counted from the front.
+
+    Raises:
+        ValueError: there is such a hook. (One that was added stays silent in the runs that leave its layer out.)
+    """
+    first, last = start if start is not None else -1, stop if stop is not None else bridge.cfg.n_layers + 1
+    refuse_unreached_points(
+        bridge, lambda depth: first <= depth < last, f"start_at_layer={start}, stop_at_layer={stop}"
+    )
+
+
+def refuse_unreached_points(
+    bridge: RunnableBridge, runs: Callable[[int], bool], how: str, context: RunContext | None = None
+) -> None:
+    """Refuses a run that leaves out points at which hooks were opened for it, by name.
+
+    Args:
+        bridge: the bridge.
+        runs: whether the points at a depth run.
+        how: what leaves them out, for the error.
+        context: that of the run; None: the present one.
+
+    Raises:
+        ValueError: there is such a hook.
+    """
+    context = CURRENT.get() if context is None else context
+    opened = context.shared - context.inherited - {None}
+    if not (opened and bridge.refuses_silent_hooks):
+        return
+    for hook in bridge.wiring.points.values():
+        if hook.listeners and not runs(hook.point.depth):
+            for listener in hook.listeners:
+                if listener.named and listener.scope in opened:
+                    raise ValueError(
+                        f"{hook.name} has a hook of a `with` statement, and does not run with {how}: the hook would "
+                        "never be called. Open it around other runs, or choose its points with a function"
+                    )
+
+
+def check_specs(argument: str, specs: Sequence[HookSpec]) -> None:
+    """Refuses what is no list of hook points and functions.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(specs, Sequence) or isinstance(specs, str):
+        raise TypeError(f"{argument} is {specs!r}; it must be a list of pairs (hook point, function)")
+    for index, spec in enumerate(specs):
+        if not isinstance(spec, list | tuple) or len(spec) != 2:
+            raise TypeError(f"{argument}[{index}] is {spec!r}; it must be a pair (hook point, function)")
+        if isinstance(spec[1], str | HookPoint):
+            raise TypeError(f"{argument}[{index}] is {spec!r}: the hook point comes first, then the function")
+
+
+def add_all(bridge: RunnableBridge, members: Sequence[tuple[HookPoint, Listener]]) -> None:
+    """Adds hooks that stay: all of them, or none where one is refused."""
+    added: list[tuple[HookPoint, Listener]] = []
+    try:
+        for hook, listener in members:
+            bridge.wiring.add(hook, listener)
+            added.append((hook, listener))
+    except ValueError:
+        for hook, listener in added:
+            bridge.wiring.remove(hook, (listener,))
+        raise
+
+
+def clear_all_contexts(bridge: RunnableBridge) -> None:
+    """Empties the `ctx` of every hook point."""
+    for hook in bridge.wiring.points.values():
+        hook.clear_context()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The language-modelling loss of logits.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def lm_loss(
+    logits: Float[Tensor, "batch pos d_vocab"],
+    tokens: Int[Tensor, "batch pos"],
+    attention_mask: Int[Tensor, "batch pos"] | None = None,
+    per_token: bool = False,
+) -> Float[Tensor, ""] | Float[Tensor, "batch pos-1"]:
+    """Cross-entropy of each next token, in float32 as transformers computes it.
+
+    Args:
+        logits: of every position.
+        tokens: the tokens that were run.
+        attention_mask: 1 for tokens and 0 for padding: where a token or its successor is padding, the loss is 0 and not
+            counted.
+        per_token: one value for each of the ``pos - 1`` predictions in place of their mean.
+
+    Raises:
+        ValueError: there is one token only, or no two adjacent tokens without padding.
+
+    Returns:
+        The mean in nats, or ``[batch, pos-1]``.
+
+    Example:
+        >>> import torch
+        >>> from bridge.run.run import lm_loss
+        >>> lm_loss(torch.zeros(1, 3, 4), torch.tensor([[0, 1, 2]])).exp()
+        tensor(4.)
+    """
+    check_counted(tokens, attention_mask)
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    losses = cross_entropy(wide[:, :-1].transpose(1, 2), tokens[:, 1:].to(logits.device), reduction="none")
+    if attention_mask is not None:
+        counted = (attention_mask[:, :-1].bool() & attention_mask[:, 1:].bool()).to(losses.dtype)
+        losses = losses * counted
+        return losses if per_token else losses.sum() / counted.sum()
+    return losses if per_token else losses.mean()
+
+
+def check_counted(tokens: Int[Tensor, "batch pos"], mask: Int[Tensor, "batch pos"] | None = None) -> None:
+    """Refuses tokens in which nothing is predicted: a mean over nothing is no number.
+
+    Args:
+        tokens: as for `lm_loss`.
+        mask: its attention mask.
+
+    Raises:
+        ValueError: there is one token only, or no two adjacent tokens without padding.
+    """
+    if tokens.shape[1] < 2:
+        raise ValueError("the loss of a next token needs two tokens at least, and the input has one")
+    if mask is not None and not bool((mask[:, :-1].bool() & mask[:, 1:].bool()).any()):
+        raise ValueError("the attention mask leaves no two adjacent tokens, so there is no loss to take")
+
+
+RETURN_TYPES = ("logits", "loss", "both", "predictions", "logits_and_cache", None)
+_OURS = (
+    "return_type", "loss_per_token", "prepend_bos", "padding_side", "attention_mask", "start_at_layer",
+    "stop_at_layer", "names_filter", "incl_bwd", "pos_slice", "device", "remove_batch_dim", "return_cache_object",
+    "fwd_hooks", "bwd_hooks", "reset_hooks_end", "clear_contexts",
+)  # fmt: skip
+
+
+def run_model(bridge: RunnableBridge, asked: Request, return_type: str | None, loss_per_token: bool) -> Any:
+    """One forward pass: see `TransformerBridge.forward`."""
+    model_kwargs = asked.model_kwargs
+    check_arguments(bridge.core, model_kwargs, _OURS)
+    if return_type not in RETURN_TYPES:
+        raise ValueError(f"return_type is {return_type!r}; it must be one of {', '.join(map(repr, RETURN_TYPES))}")
+    if return_type == "logits_and_cache":
+        if not gives_cache(bridge.core):
+            raise ValueError(
+                f"{type(bridge.core).__name__} returns no past_key_values, so there is no 'logits_and_cache'; "
+                "return_type='logits' gives its logits"
+            )
+        model_kwargs.setdefault("use_cache", True)
+    start, stop = checked_layers(bridge, asked.start_at_layer, asked.stop_at_layer)
+    if stop is None:
+        check_whole_logits(return_type, model_kwargs)
+        _check_result(bridge, return_type, loss_per_token, start is not None, asked.input, model_kwargs)
+    with PreparedPass(bridge, asked, start, stop) as pass_:
+        if stop is None and return_type in ("loss", "both") and "labels" not in model_kwargs:
+            _check_loss(bridge, pass_.inputs)
+        output = pass_.run_model()
+    return output if stop is not None else _result(bridge, output, pass_.inputs, return_type, loss_per_token)
+
+
+def checked_layers(
+    bridge: RunnableBridge, start_at_layer: int | None, stop_at_layer: int | None
+) -> tuple[int | None, int | None]:
+    """The layers that a run starts and stops at, counted from the front.
+
+    Raises:
+        TypeError: one is no whole number.
+        ValueError: one is out of range, or the model cannot do that.
+    """
+    if start_at_layer is None and stop_at_layer is None:
+        return None, None
+    start, stop = layer_range.check_layers(start_at_layer, stop_at_layer, bridge.cfg.n_layers)
+    # Of one module that is all blocks, all calls can be left out, not some.
+    no_block = start == bridge.cfg.n_layers and stop is None and any("@" in path for path in bridge.block_paths)
+    if bridge.no_layer_runs and not no_block:
+        raise ValueError(f"{bridge.cfg.model_name} cannot start or stop at a layer: {bridge.no_layer_runs}")
+    check_hooks_run(bridge, start, stop)
+    return start, stop
+
+
+class PreparedPass:
+    """One forward pass: all around the call of the model, for a ``with`` statement. (A generator would take longer.)
+
+    Args:
+        bridge, asked: as for `run_model`.
+        start, stop: of `checked_layers`.
+        traced: somebody may begin to listen while the model runs.
+        scope: what this pass alone sees.
+
+    Attributes:
+        bridge, stop: likewise.
+        run: what it remembers, once it was entered.
+        inputs: what the model is called with, then.
+    """
+
+    run: ForwardPass
+    inputs: Inputs
+
+    def __init__(
+        self,
+        bridge: RunnableBridge,
+        asked: Request,
+        start: int | None,
+        stop: int | None,
+        traced: bool = False,
+        scope: Scope | None = None,
+    ) -> None:
+        self.bridge, self.stop = bridge, stop
+        self._asked, self._start, self._traced, self._scope = asked, start, traced, scope
+        self._around: ExitStack | None = None
+
+    def __enter__(self) -> PreparedPass:
+        bridge, start, asked = self.bridge, self._start, self._asked
+        listening = self._listening = self._traced or bridge.wiring.listening
+        if listening:
+            bridge.wiring.check_in_place()
+        bridge.wiring.check_all_alike([asked.input, asked.attention_mask, asked.model_kwargs, start, self.stop])
+        self._pass = forward_pass(scope=self._scope)
+        run = self.run = self._pass.__enter__()
+        try:
+            if listening and bridge.wiring.calls.modules:
+                self._until_the_end().enter_context(bridge.wiring.calls.counted())
+            if start is not None:
+                stands_in = self._until_the_end().enter_context(_starting(bridge, run, asked.input, start))
+                asked = replace(asked, input=stands_in)
+                told = may_take(bridge.core, "use_cache")
+                if (
+                    told and asked.model_kwargs.get("past_key_values") is None
+                ):  # Whisper's decoder leaves it out with False
+                    asked.model_kwargs.setdefault("use_cache", False)
+            self.inputs = prepare(bridge, asked)
+            if listening or "inputs_embeds" in self.inputs.kwargs:
+                run.take_arguments(bridge.core, self.inputs.kwargs)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        around, self._around = self._around, None
+        try:
+            if around is not None:
+                around.close()
+        finally:
+            self._pass.__exit__(None, None, None)
+
+    def _until_the_end(self) -> ExitStack:
+        if self._around is None:
+            self._around = ExitStack()
+        return self._around
+
+    def run_model(self) -> Any:
+        """Calls the model: its output, or with `stop` the residual stream at that layer."""
+        if self.stop is not None:
+            return _stopped(self.bridge, self.run, self.inputs, self.stop)
+        model = self.bridge.wiring.model
+        if self._listening or self._start is not None:
+            return call_eagerly(model, recomputation_frame, (model, (), self.inputs.kwargs), {})
+        return model(**self.inputs.kwargs)
+
+
+def _check_result(
+    bridge: RunnableBridge,
+    return_type: str | None,
+    loss_per_token: bool,
+    residual: bool,
+    input: Input | None,
+    model_kwargs: Mapping[str, Any],
+) -> None:
+    """Refuses what the run could not give, before it runs."""
+    if return_type not in ("loss", "both", "predictions"):
+        return
+    if "labels" in model_kwargs:
+        if loss_per_token and return_type != "predictions":
+            raise ValueError(
+                "loss_per_token and labels cannot be had together: with labels the model computes the loss itself, and "
+                "gives its mean; leave labels out, or take the logits"
+            )
+        return
+    if "unembed.hook_out" not in bridge.wiring.points:
+        raise ValueError(
+            f"{type(bridge.core).__name__} has no unembedding and predicts no tokens, so there is no {return_type!r}"
+        )
+    if return_type == "predictions":
+        return
+    embeddings = isinstance(input, Tensor) and input.is_floating_point() and takes(bridge.core).main is None
+    if residual or embeddings:
+        raise ValueError("a loss needs tokens: embeddings or a residual stream do not say what comes next")
+    if bridge.cfg.attention_dir == "bidirectional" and not bridge.core.config.is_encoder_decoder:
+        raise ValueError("a model that reads in both directions has no next-token loss; pass labels")
+
+
+def _check_loss(bridge: RunnableBridge, inputs: Inputs) -> None:
+    """Refuses a loss that would be of nothing, or of padding, before the model runs."""
+    assert inputs.tokens is not None
+    check_counted(inputs.tokens, inputs.mask)
+    config = bridge.core.config
+    if not config.is_encoder_decoder or inputs.mask is not None:
+        return
+    pad = config.pad_token_id
+    if pad is not None and pad != config.eos_token_id and bool((inputs.tokens[:, 1:] == pad).any()):
+        raise ValueError(
+            f"decoder_input_ids hold the padding token {pad}, and nothing says whether it counts: pass "
+            "decoder_attention_mask, with 0 for padding"
+        )
+
+
+@contextmanager
+def _starting(bridge: RunnableBridge, run: ForwardPass, input: Input | None, start: int) -> Iterator[Tensor]:
+    """A run from a layer on; what the model is given as embeddings."""
+    check_residual(bridge.core, input, bridge.cfg.d_model)
+    assert isinstance(input, Tensor)
+    if learns_prompt(bridge.original_model):
+        raise ValueError(
+            "start_at_layer cannot be had with a learned prompt (PEFT), which is put before the embeddings"
+        )
+    blocks = [Finder(bridge.original_model, path).module for path in bridge.block_paths]
+    run.start_at = start
+    if start:
+        begins = layer_range.skipping(run, blocks[:start], input, *bridge.block_output)
+    else:
+        begins = layer_range.entering(run, blocks[0], input)
+    with begins:
+        if may_take(bridge.core, "inputs_embeds"):
+            yield layer_range.placeholder(input, token_embedding(bridge.core))
+        else:
+            yield torch.zeros(input.shape[:-1], dtype=torch.long, device=input.device)
+
+
+def _stopped(bridge: RunnableBridge, run: ForwardPass, inputs: Inputs, stop: int) -> Tensor:
+    last = stop == bridge.cfg.n_layers
+    block = Finder(bridge.original_model, bridge.block_paths[stop - last]).module
+    with layer_range.stopping(run, block, last, bridge.block_output[0]) as found:
+        model = bridge.original_model
+        call_eagerly(model, recomputation_frame, (model, (), inputs.kwargs), {})
+    return found[0]
+
+
+def _result(bridge: RunnableBridge, output: Any, inputs: Inputs, return_type: str | None, loss_per_token: bool) -> Any:
+    if return_type is None:
+        return None
+    logits: Tensor = output.logits if hasattr(output, "logits") else output[0]
+    if return_type == "logits":
+        return logits
+    if return_type == "logits_and_cache":
+        return logits, output.past_key_values
+    if return_type == "predictions":
+        return _predictions(bridge, logits, inputs)
+    if "labels" in inputs.kwargs:
+        loss = output.loss
+    else:
+        assert inputs.tokens is not None
+        loss = lm_loss(logits[:, -inputs.tokens.shape[1] :], inputs.tokens, inputs.mask, loss_per_token)
+    return loss if return_type == "loss" else (logits, loss)
+
+
+def _predictions(bridge: RunnableBridge, logits: Tensor, inputs: Inputs) -> str | list[str]:
+    if inputs.tokens is not None:
+        logits = logits[:, -inputs.tokens.shape[1] :]  # a learned prompt (PEFT) comes before the tokens
+    if inputs.mask is None:
+        last = torch.full((logits.shape[0],), logits.shape[1] - 1, device=logits.device)
+    else:
+        last = inputs.mask.shape[1] - 1 - inputs.mask.flip(-1).argmax(-1)
+    best = logits[torch.arange(len(last), device=logits.device), last].argmax(-1)
+    texts = [bridge.to_single_str_token(token) for token in best.tolist()]
+    return texts[0] if len(texts) == 1 else texts

@@ -1,1 +1,0 @@
-"""The parameters under canonical names, and products of them."""
