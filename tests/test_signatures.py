@@ -28,8 +28,9 @@ def exported(package: str) -> dict[str, object]:
     if names is not None:
         return {f"{package}.{name}": getattr(module, name) for name in names}
     found: dict[str, object] = {}
-    for _, inside, _ in pkgutil.iter_modules(module.__path__):
-        part = importlib.import_module(f"{package}.{inside}")
+    inside = getattr(module, "__path__", None)
+    parts = [package] if inside is None else [f"{package}.{found.name}" for found in pkgutil.iter_modules(inside)]
+    for part in map(importlib.import_module, parts):
         for name, value in vars(part).items():
             if not name.startswith("_") and getattr(value, "__module__", None) == part.__name__:
                 found[f"{part.__name__}.{name}"] = value

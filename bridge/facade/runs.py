@@ -303,7 +303,7 @@ class LensMethods(RunMethods):
             input: a text, several texts, token ids, or tokens ``[pos]`` or ``[batch, pos]``.
             kind: ``"normed"``, through the final norm and the unembedding; ``"raw"``, through the unembedding alone; or
                 a `bridge.lens.TunedLens`.
-            pos_slice, layers, prepend_bos, attention_mask: as for `bridge.lens.lens`.
+            pos_slice, layers, prepend_bos, attention_mask: as for `bridge.lens`.
 
         Raises:
             ValueError: an unknown kind or layer; a lens for another model.

@@ -152,7 +152,7 @@ class AttributionGraph:
                 column, label = _column(node, bridge.cfg.n_layers)
                 if node.kind in ("token", "logit"):
                     token = int(tokens[0, node.pos]) if node.kind == "token" else node.index
-                    label = pictures.labels.visible(bridge.to_single_str_token(token))
+                    label = pictures.style.visible(bridge.to_single_str_token(token))
                 nodes[str(node)] = pictures.CircuitNode(column=column, label=label, position=node.pos)
         given = {"nodes": nodes, "tokens": bridge.to_str_tokens(tokens[0]), "measure": "contribution"}
         return pictures.circuit(edges, **(given | {"title": "Attribution graph"} | options))

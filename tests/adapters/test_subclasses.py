@@ -95,7 +95,7 @@ def test_of_transformers_own_classes_nothing_is_proved(monkeypatch: pytest.Monke
     def fails(*args: object, **kwargs: object) -> str:
         raise AssertionError("a wrap of a class that the registry knows costs no run")
 
-    monkeypatch.setattr(proofs.verification, "why_refuted", fails)
+    monkeypatch.setattr(proofs.proofs, "why_refuted", fails)
     TransformerBridge(made(LlamaForCausalLM))
     with pytest.raises(AssertionError, match="costs no run"):
         TransformerBridge(made(SameLlama))

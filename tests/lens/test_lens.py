@@ -7,8 +7,7 @@ import torch
 from transformers import GPT2Config, GPT2Model
 
 from bridge import TransformerBridge
-from bridge.lens import TunedLens, lens
-from bridge.lens.tuned import unembedding_hash
+from bridge.lens import TunedLens, lens, unembedding_hash
 from tests.analysis.models import bridge_of
 from tests.conftest import tiny, torch_hooks
 
@@ -132,7 +131,7 @@ def test_top_of_one_position_holds_no_stack(bridge, tokens, monkeypatch):
 
 def test_long_prompts_are_decoded_in_parts(bridge, tokens, monkeypatch):
     right = lens(bridge, tokens).top(4)
-    monkeypatch.setattr("bridge.lens.lens.MOST_LOGITS", 2 * 61 * 2)
+    monkeypatch.setattr("bridge.lens.MOST_LOGITS", 2 * 61 * 2)
     found = lens(bridge, tokens)
     assert torch.equal(found.top(4).tokens, right.tokens)
     torch.testing.assert_close(found.divergence(), lens(bridge, tokens).divergence())

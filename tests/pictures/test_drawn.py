@@ -60,7 +60,7 @@ def test_the_logit_lens_shows_the_likeliest_tokens():
     for mark in drawn:
         layer, position = int(mark["l"]), int(mark["p"])
         assert mark["after layer"] == ["embed", "0", "1"][layer]
-        assert mark["at token"] == pictures.labels.visible(TOKENS[position])
+        assert mark["at token"] == pictures.style.visible(TOKENS[position])
         odds = logits[layer, 0, position].double().exp()
         for rank in (1, 2):
             word, share = mark[str(rank)].split(" ")
