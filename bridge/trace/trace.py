@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Protocol, Self
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from bridge.run.layer_range import GivenOutput, bypassing
 from bridge.run.run import PreparedPass, checked_layers, points_that_run, refuse_unreached_points
 from bridge.trace.access import Access, TraceableBridge
 from bridge.trace.coroutine import Coroutine, LateEditError, PointNeverCameError, PointPassedError
+from bridge.trace.edit import BodyActivations
 from bridge.trace.stops import ModelOrder, Stop, Stops
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -134,24 +135,7 @@ def explain(error: BaseException, traceback: TracebackType | None) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class HasActivations(Protocol):
-    """A trace.
-
-    Attributes:
-        logits: ``[batch, pos, d_vocab]``.
-        tokens: ``[batch, pos]``.
-    """
-
-    @property
-    def logits(self) -> Tensor: ...
-    @property
-    def tokens(self) -> Tensor | None: ...
-    def __getitem__(self, name: str) -> Tensor: ...
-    def axes_of(self, name: str) -> list[str]:
-        """The names of the axes of an activation."""
-
-
-class PromptRows:
+class PromptRows(BodyActivations):
     """One prompt's part of every activation: a view of it, so that the model sees what is changed in it.
 
     Args:
@@ -161,7 +145,7 @@ class PromptRows:
         length: of all rows.
     """
 
-    def __init__(self, run: HasActivations, index: int, start: int, stop: int, length: int) -> None:
+    def __init__(self, run: Trace, index: int, start: int, stop: int, length: int) -> None:
         self._run, self._index = run, index
         self._start, self._stop, self._length = start, stop, length
 
