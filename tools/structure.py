@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import io
+import os
 import re
 import sys
 import tempfile
@@ -99,9 +100,9 @@ def tier_of(path: str) -> str:
 
 
 def room_of(path: str) -> str:
-    """The room of a file: the folder that it stands in, of `adapters` the one inside of it; a room may be one file."""
+    """The room of a file: a package, or the part of `bridge` that it stands in; a room may be one file."""
     parts = path.removesuffix(".py").split("/")
-    return "/".join(parts[:2]) if parts[0] != "weight_processing" else parts[0]
+    return parts[0] if parts[0] != "bridge" else "bridge/" + parts[1].removeprefix("__init__")
 
 
 def vocabulary() -> dict[str, list[str]]:
@@ -170,8 +171,12 @@ def crossed(job: Callable[[], object]) -> tuple[int, int, int]:
     return len(ours), len(classes), len({code.co_filename for code in ours})
 
 
-def journeys() -> dict[str, Callable[[], object]]:
-    """The calls whose way through the library is counted. Each was made once before: what is made once is not in it."""
+def journeys(kept: str) -> dict[str, Callable[[], object]]:
+    """The calls whose way through the library is counted. Each was made once before: what is made once is not in it.
+
+    Args:
+        kept: a folder for declarations: one that was inferred before is read there, and proved anew.
+    """
     import torch
     import transformers
 
@@ -209,6 +214,7 @@ def journeys() -> dict[str, Callable[[], object]]:
             points = ["blocks.1.hook_resid_post"]
             harvest(bridge, ["Mary and John"] * 4, hook_points=points, out=Path(folder) / "rows")
 
+    os.environ["TRANSFORMER_BRIDGE_CACHE"] = kept
     jobs: dict[str, Callable[[], object]] = {
         "a run with a cache": lambda: bridge.run_with_cache(tokens),
         "an edit of a pattern": lambda: bridge.run_with_hooks(
@@ -224,6 +230,12 @@ def journeys() -> dict[str, Callable[[], object]]:
     for job in jobs.values():
         job()
     return jobs
+
+
+def counted() -> dict[str, tuple[int, int, int]]:
+    """The functions, classes and files that each of the calls enters."""
+    with tempfile.TemporaryDirectory() as kept:
+        return {name: crossed(job) for name, job in journeys(kept).items()}
 
 
 def table(head: str, rows: Iterable[tuple[object, ...]]) -> str:
@@ -248,14 +260,14 @@ def tables() -> dict[str, str]:
     """The tables of the page."""
     files = source_files()
     in_tier = {tier: [file for file in files if tier_of(file.path) == tier] for tier in TIERS}
-    ways = [(name, *crossed(job)) for name, job in journeys().items()]
+    ways = [(name, *way) for name, way in counted().items()]
     return {
         "tiers": table(
             "tier | rooms | files | syntax nodes",
             (
                 (
                     f"**{tier}**",
-                    ", ".join(f"`{room}`" for room in sorted({room_of(file.path) for file in inside})),
+                    ", ".join(f"`{room}`" for room in sorted({room_of(file.path).rstrip("/") for file in inside})),
                     len(inside),
                     sum(sum(1 for _ in ast.walk(file.tree)) for file in inside),
                 )
