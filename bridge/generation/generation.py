@@ -26,7 +26,6 @@ from adapters.views import Deferred
 from bridge.cache import ActivationCache
 from bridge.generation.options import (
     Arguments,
-    Generates,
     GenerationOptions,
     GenerationPrompt,
     Steps,
@@ -46,7 +45,7 @@ from bridge.hooks.context import CURRENT, Generation, forward_pass
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.modules import Finder
 from bridge.hooks.names import named_one_by_one
-from bridge.run.inputs import Input
+from bridge.run.inputs import Input, RunnableBridge
 from bridge.run.recorder import ActivationRecorder
 from bridge.run.tokenization import TextOptions
 from bridge.wiring.compiled import call_eagerly, forced_eager
@@ -223,7 +222,7 @@ _OTHER_RUNS = (
 )  # fmt: skip
 
 
-def generate(bridge: Generates, input: Input, options: GenerationOptions, program: nn.Module | None = None) -> Any:
+def generate(bridge: RunnableBridge, input: Input, options: GenerationOptions, program: nn.Module | None = None) -> Any:
     """Continues a prompt; see `TransformerBridge.generate`.
 
     Args:
@@ -269,7 +268,7 @@ def generate(bridge: Generates, input: Input, options: GenerationOptions, progra
 
 
 def hf_generate(
-    bridge: Generates,
+    bridge: RunnableBridge,
     input: Input,
     prepend_bos: bool | None,
     arguments: dict[str, Any],
@@ -299,7 +298,7 @@ def hf_generate(
 
 
 def run_generate(
-    bridge: Generates, prompt: GenerationPrompt, arguments: dict[str, Any], program: nn.Module | None = None
+    bridge: RunnableBridge, prompt: GenerationPrompt, arguments: dict[str, Any], program: nn.Module | None = None
 ) -> Any:
     """Calls the model's own `generate`, or that of a program."""
     random = bool(chosen(bridge, arguments, "do_sample"))
@@ -311,7 +310,7 @@ def run_generate(
     return generate(**prompt.kwargs, **arguments)
 
 
-def generation_of(bridge: Generates, prompt: GenerationPrompt, arguments: Arguments) -> Generation:
+def generation_of(bridge: RunnableBridge, prompt: GenerationPrompt, arguments: Arguments) -> Generation:
     """A generation from a prompt, of which is known where in the sequence each step is.
 
     Args:
@@ -330,13 +329,13 @@ def generation_of(bridge: Generates, prompt: GenerationPrompt, arguments: Argume
     return Generation(length, () if of_decoder else prompt.padding, of_decoder, in_order)
 
 
-def chosen(bridge: Generates, arguments: Arguments, name: str) -> Any:
+def chosen(bridge: RunnableBridge, arguments: Arguments, name: str) -> Any:
     """An argument of the model's `generate`: as it was given, or else as the model's own configuration says."""
     return arguments[name] if name in arguments else getattr(bridge.core.generation_config, name, None)
 
 
 @contextmanager
-def generating(bridge: Generates, generation: Generation, prompt: GenerationPrompt) -> Iterator[None]:
+def generating(bridge: RunnableBridge, generation: Generation, prompt: GenerationPrompt) -> Iterator[None]:
     """A generation from a prompt: a run of its own, whose steps `generation` counts from 0."""
     if bridge.wiring.listening:
         bridge.wiring.check_in_place()
@@ -347,7 +346,7 @@ def generating(bridge: Generates, generation: Generation, prompt: GenerationProm
         yield
 
 
-def _step_recorder(bridge: Generates, options: GenerationOptions, arguments: dict[str, Any]) -> StepRecorder:
+def _step_recorder(bridge: RunnableBridge, options: GenerationOptions, arguments: dict[str, Any]) -> StepRecorder:
     _refuse_other_runs(bridge, arguments)
     points = bridge.select_hooks(options.names_filter)
     known = accepted_arguments(type(bridge.core).forward)
@@ -369,7 +368,7 @@ def _step_recorder(bridge: Generates, options: GenerationOptions, arguments: dic
     return StepRecorder(points, options.device, caching, bridge.core.config.is_encoder_decoder)
 
 
-def _refuse_other_runs(bridge: Generates, arguments: Arguments) -> None:
+def _refuse_other_runs(bridge: RunnableBridge, arguments: Arguments) -> None:
     """Refuses to keep activations where the model runs on other tokens than those of the sequence, one by one.
 
     Raises:
@@ -450,7 +449,7 @@ class TextPieces:
         return piece
 
 
-def stream(bridge: Generates, input: Input, arguments: dict[str, Any]) -> Iterator[Any]:
+def stream(bridge: RunnableBridge, input: Input, arguments: dict[str, Any]) -> Iterator[Any]:
     """Yields a continuation piece by piece; see `TransformerBridge.generate_stream`.
 
     Everything that can be refused is refused here, before the first piece is asked for.
@@ -478,7 +477,7 @@ def stream(bridge: Generates, input: Input, arguments: dict[str, Any]) -> Iterat
 
 
 def _stream(
-    bridge: Generates, prompt: GenerationPrompt, arguments: dict[str, Any], as_text: bool, verbose: bool
+    bridge: RunnableBridge, prompt: GenerationPrompt, arguments: dict[str, Any], as_text: bool, verbose: bool
 ) -> Iterator[Any]:
     bar = tqdm(total=arguments["max_new_tokens"], desc="generating", unit="token", disable=not verbose)
     generation = generation_of(bridge, prompt, arguments)
@@ -508,7 +507,7 @@ def _stream(
         bar.close()
 
 
-def _pieces(bridge: Generates, streamer: QueueStreamer, prompt: GenerationPrompt, as_text: bool) -> Iterator[Any]:
+def _pieces(bridge: RunnableBridge, streamer: QueueStreamer, prompt: GenerationPrompt, as_text: bool) -> Iterator[Any]:
     """The stream of tokens as pieces of what the user asked for."""
     rows: list[TextPieces] = []
     first = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from adapters import Architecture
 from adapters.feed_forward import width
 from adapters.points import base_path, join, module_at
-from bridge.generation.options import Generates
 from bridge.hooks.context import Listener, OpenTrace, without_hooks
 from bridge.hooks.hooks import HookPoint, checked
 from bridge.hooks.modules import first_parameter
@@ -29,25 +27,6 @@ from bridge.run.recorder import watching
 from bridge.run.run import PreparedPass, checked_layers, points_that_run
 from bridge.trace.edit import BodyActivations
 from bridge.trace.stops import Stop, Stops
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What a trace needs of a bridge.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-class TraceableBridge(RunnableBridge, Protocol):
-    """A bridge, as a trace needs it.
-
-    Attributes:
-        architecture: what its adapter declares.
-    """
-
-    architecture: Architecture
-
-
-class TraceableGenerator(TraceableBridge, Generates, Protocol):
-    """A bridge that generates, as a trace needs it."""
-
 
 #: For the errors of `checked`.
 _ASSIGNED = Listener("fwd", lambda act, hook: None)
@@ -67,7 +46,7 @@ class Access(OpenTrace, BodyActivations):
         bridge, stops: likewise.
     """
 
-    def __init__(self, bridge: TraceableBridge, stops: Stops) -> None:
+    def __init__(self, bridge: RunnableBridge, stops: Stops) -> None:
         self.bridge, self.stops = bridge, stops
 
     def reach(self, asked: HookPoint | tuple[str, str]) -> Stop:
@@ -369,7 +348,7 @@ class Shapes(Mapping[str, PointShape]):
         return "\n".join(["Shapes(", *lines, ")"])
 
 
-def shapes(bridge: TraceableBridge, input: Input, forward_kwargs: dict[str, Any]) -> Shapes:
+def shapes(bridge: RunnableBridge, input: Input, forward_kwargs: dict[str, Any]) -> Shapes:
     """See `TransformerBridge.shapes`."""
     kwargs = dict(forward_kwargs)
     layers = {name: kwargs.pop(name, None) for name in ("start_at_layer", "stop_at_layer")}

@@ -15,10 +15,10 @@ from adapters.inputs import takes
 from adapters.points import module_at
 from bridge.hooks.context import CURRENT, OpenTrace, Scope, closed, opened
 from bridge.hooks.hooks import HookPoint
-from bridge.run.inputs import Inputs, Request, check_arguments
+from bridge.run.inputs import Inputs, Request, RunnableBridge, check_arguments
 from bridge.run.layer_range import GivenOutput, bypassing
 from bridge.run.run import PreparedPass, checked_layers, points_that_run, refuse_unreached_points
-from bridge.trace.access import Access, TraceableBridge
+from bridge.trace.access import Access
 from bridge.trace.coroutine import Coroutine, LateEditError, PointNeverCameError, PointPassedError
 from bridge.trace.edit import BodyActivations
 from bridge.trace.stops import ModelOrder, Stop, Stops
@@ -44,7 +44,7 @@ class InStep:
     #: Why it cannot be entered twice.
     once: str
 
-    def __init__(self, bridge: TraceableBridge, places: ModelOrder, captured: Sequence[HookPoint] = ()) -> None:
+    def __init__(self, bridge: RunnableBridge, places: ModelOrder, captured: Sequence[HookPoint] = ()) -> None:
         self.scope = Scope(of_one_run=True)
         self.stops = Stops(bridge.wiring, self.scope, places, captured)
         self._stack: ExitStack | None = None
@@ -196,7 +196,7 @@ class Trace(InStep, Access):
 
     def __init__(
         self,
-        bridge: TraceableBridge,
+        bridge: RunnableBridge,
         places: ModelOrder,
         asked: Request,
         capture: Sequence[str] = (),
@@ -486,7 +486,7 @@ def _piece(mask: Tensor) -> tuple[int, int]:
     return places[0], places[-1] + 1
 
 
-def refuse_checkpointing(bridge: TraceableBridge) -> None:
+def refuse_checkpointing(bridge: RunnableBridge) -> None:
     """Refuses a run whose blocks backward would compute again, without the body of the trace.
 
     Raises:
