@@ -128,6 +128,8 @@ class Program(nn.Module):
     ) -> None:
         if (main := takes(bridge.core).main) is not None:
             raise ValueError(f"a program takes tokens, and {type(bridge.core).__name__} reads {main} before any")
+        if bridge.wiring.sharing is not None:
+            bridge.wiring.sharing.refuse("a program")
         super().__init__()
         known = accepted_arguments(type(bridge.core).forward)
         self.inputs = declared_inputs(inputs, known)

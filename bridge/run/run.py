@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from adapters.inputs import gives_cache, may_take, takes
 from adapters.points import learns_prompt, token_embedding
+from adapters.spread import refuse_context_parallel
 from bridge.hooks.context import (
     CURRENT,
     ForwardPass,
@@ -334,7 +335,9 @@ class PreparedPass:
         listening = self._listening = self._traced or bridge.wiring.listening
         if listening:
             bridge.wiring.check_in_place()
-        bridge.wiring.check_all_alike([asked.input, asked.attention_mask, asked.model_kwargs, start, self.stop])
+        refuse_context_parallel()
+        if (sharing := bridge.wiring.sharing) is not None:
+            sharing.check_alike([asked.input, asked.attention_mask, asked.model_kwargs, start, self.stop])
         self._pass = forward_pass(scope=self._scope)
         run = self.run = self._pass.__enter__()
         try:

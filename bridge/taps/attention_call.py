@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,10 +21,10 @@ from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_torch_flex_attn_available
 
-from adapters.spread import Cut
 from adapters.views import Args, Call, Deferred, Kwargs, View
 from adapters.views.attention import KernelArguments
-from bridge.taps.tap import LOCK, PatchedFunction, calling_instead
+from bridge.sharing import SharedTensor
+from bridge.taps.taps import LOCK, PatchedFunction, calling_instead
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What kernels that are no torch functions mean by their masks, as a mask to be added to the scores.
@@ -172,17 +172,17 @@ class AttentionCall:
             self.kernel, self.options, chosen,
         )  # fmt: skip
 
-    def whole(self, cut: Cut) -> AttentionCall:
+    def whole(self, shared: SharedTensor) -> AttentionCall:
         """The call with the heads of all processes, without values: for those who only look."""
-        heads, n = self.n_heads, self.n_heads * cut.parts
+        heads, n = self.n_heads, self.n_heads * shared.parts
         mask, options = self.mask, dict(self.options)
         if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] == heads > 1:
-            mask = cut.joined(mask)
+            mask = shared.joined(mask)
         if options.get("s_aux") is not None:
-            options["s_aux"] = replace(cut, axis=0).joined(options["s_aux"])
-        key = cut.joined(self.key)
+            options["s_aux"] = shared.joined(options["s_aux"], axis=0)
+        key = shared.joined(self.key)
         return AttentionCall(
-            cut.joined(self._queries()), key, key, mask, n, self.scale, self.causal, 0.0, self.kernel, options
+            shared.joined(self._queries()), key, key, mask, n, self.scale, self.causal, 0.0, self.kernel, options
         )  # fmt: skip
 
     def versions(self) -> tuple[int, ...]:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TypeVar
 
-import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from adapters.points import Point, Site, base_path, core_path, has_module
-from adapters.spread import DifferentEditsError, Layout, Peers, number_of, refuse_context_parallel
+from adapters.spread import Layout, refuse_context_parallel
 from adapters.views import Branch
 from bridge.hooks.context import CURRENT, Listener, Scope, open_scope
 from bridge.hooks.hooks import AttachesListeners, HookPoint, LeaderEdit
 from bridge.hooks.modules import Finder, TokenEmbedding, check_places
-from bridge.taps.tap import Tap, noop_hook
-from bridge.taps.taps import TAPS, tap_on
+from bridge.sharing import Sharing
+from bridge.taps.attention import AttentionTap
+from bridge.taps.experts import BatchedExpertsTap, ExpertsTap, RouterTap
+from bridge.taps.recurrence import RecurrenceTap
+from bridge.taps.taps import Tap, noop_hook
 from bridge.wiring.compiled import CheckpointedBlocks, ForcedEager, PassBoundary, refuse_inside_compiled
 from bridge.wiring.reading_plan import Keep, ReadingPlan
 from bridge.wiring.site import CallCounter, SeparateReading, SharedSite, SiteHook, add_forward_hook, remove_forward_hook
@@ -100,6 +100,23 @@ def order_behind(points: dict[str, HookPoint], hook: HookPoint, behind: HookPoin
         point.order = order
 
 
+#: The tap for each kind of site that is not simply a module's input or output.
+TAPS: dict[str, type[Tap]] = {
+    "attention": AttentionTap,
+    "softmax": AttentionTap,
+    "experts": ExpertsTap,
+    "batched experts": BatchedExpertsTap,
+    "router": RouterTap,
+    "recurrence": RecurrenceTap,
+}
+
+
+def tap_on(kind: str, module: nn.Module) -> Tap:
+    """The tap of this kind on a module: the one that another bridge around the model has put there, or a new one."""
+    there = module.__dict__.get("forward")
+    return there if type(there) is TAPS[kind] else TAPS[kind](module)
+
+
 T = TypeVar("T")
 
 
@@ -116,7 +133,7 @@ class Wiring(AttachesListeners):
         points: the hook points by name, in the order of the computation.
         embedding: finds the token embeddings.
         calls: counts those of modules that run several times.
-        spread: how the model is spread over processes, in words; empty where it is not.
+        sharing: what processes that share the model do together; None where one has it alone.
         tapped: the kind of tap that stands on a module, by its path.
     """
 
@@ -129,9 +146,8 @@ class Wiring(AttachesListeners):
     ) -> None:
         super().__init__()
         self._model = Finder(model, "")
-        self.spread = "" if layout is None else layout.said
-        self._layout = None if layout is None or layout.peers is None else layout
         self.points: dict[str, HookPoint] = {}
+        self.sharing = None if layout is None else Sharing(layout, self.points)
         self.tapped: dict[str, str] = {}
         self.calls = CallCounter()
         self._sites: dict[Site, SiteHook] = {}
@@ -210,8 +226,8 @@ class Wiring(AttachesListeners):
         """As `check_in_place`, where the model is called directly: all processes have to."""
         self.check_in_place()
         refuse_context_parallel()
-        if self.peers is not None:
-            self.peers.meet("the model's own call, where hooks are attached,")
+        if self.sharing is not None:
+            self.sharing.meet("the model's own call, where hooks are attached,")
 
     def check_in_place(self) -> None:
         """Looks whether what hooks are attached to is still what stands there.
@@ -238,101 +254,8 @@ class Wiring(AttachesListeners):
                 "modules first, and attach hooks then"
             )
 
-    @property
-    def group(self) -> ProcessGroup | None:
-        """The processes that share each layer of the model; None where none do."""
-        return None if self.peers is None else self.peers.group
-
-    @property
-    def peers(self) -> Peers | None:
-        """Likewise, with how they ask each other."""
-        return None if self._layout is None else self._layout.peers
-
-    def least(self, number: int) -> int:
-        """The smallest that any process has which shares the model, all of which have to ask."""
-        return number if self.peers is None else self.peers.least(number)
-
     def compared(self, make: Callable[[], T], given: Tensor, point: HookPoint) -> T:
-        """What a function makes of a gradient, if processes that share the model make the same of it.
-
-        Args:
-            make: calls it.
-            given: the gradient, which it may write to.
-            point: the hook point.
-
-        Raises:
-            DifferentEditsError: see `Peers.agreed`.
-        """
-        if self.peers is None:
-            return make()
-        made: list[T] = []
-
-        def run() -> Tensor:
-            made.append(make())
-            new = made[0][0] if isinstance(made[0], tuple) else made[0]
-            return new if isinstance(new, Tensor) else given
-
-        self.peers.agreed(run, f"the gradient at {point.name}")
-        return made[0]
-
-    def refuse_own_rows(self, what: str) -> None:
-        """Refuses what has not been made for processes that share a model and have rows of their own.
-
-        Args:
-            what: in words.
-
-        Raises:
-            ValueError: the model is one of theirs.
-        """
-        if self.group is None:
-            self.refuse_spread(what)
-
-    def refuse_spread(self, what: str) -> None:
-        """Refuses what has not been made for models over several processes.
-
-        Args:
-            what: in words.
-
-        Raises:
-            ValueError: the model is one.
-        """
-        if self.spread:
-            raise ValueError(f"{what} is for models in one process, and this one is {self.spread}")
-
-    def check_all_alike(self, given: object, random: bool = False) -> None:
-        """Looks whether all processes that share the model do the same, all of which have to ask.
-
-        Args:
-            given: what the model is given.
-            random: random numbers are drawn in the run.
-
-        Raises:
-            DifferentEditsError: hooks are at other points, or another input or other random numbers are there.
-        """
-        refuse_context_parallel()
-        if self.peers is None:
-            return
-        listening = [hook for hook in self.points.values() if hook.listeners and hook.has_visible_listeners]
-        kinds = [(hook.name, [listener.kind for listener in hook.visible_listeners()]) for hook in listening]
-        numbers = [zlib.crc32(repr(kinds).encode()), number_of(given)]
-        numbers.append(number_of(torch.get_rng_state()) if random else 0)
-        same_points, same_input, same_draws = self.peers.agree(numbers)
-        if not same_points:
-            names = ", ".join(name for name, _ in kinds) or "no hook point"
-            raise DifferentEditsError(
-                f"hooks are at {names} here, and at other hook points on other processes that share this model: "
-                "do the same on all"
-            )
-        if not same_input:
-            raise DifferentEditsError(
-                "the processes that share this model are given different inputs (or masks, lengths of the past, layers "
-                "to run): each computes a part of every row, so give all of them the same"
-            )
-        if not same_draws:
-            raise DifferentEditsError(
-                "the processes that share this model would draw different tokens: call torch.manual_seed with the same "
-                "number on all, or give do_sample=False"
-            )
+        return make() if self.sharing is None else self.sharing.compared(make, given, point.name)
 
     def has_unseen_hooks(self) -> bool:
         """Whether hooks of a ``with`` statement are attached that the present code does not see."""
@@ -484,10 +407,9 @@ class Wiring(AttachesListeners):
             site = point.point.site
             same = before is not None and (before.point.site.path, before.point.site.kind) == (site.path, site.kind)
             tap = self._taps[before] if same and before else tap_on(site.kind, self.finder(site.path).module)
-            cut = None if self._layout is None else self._layout.cut(site)
-            if self._layout is not None and cut is not None:
-                self._layout.check_in_place(site.path, tap.module)
-                tap.cuts[str(site.key)] = cut
+            if self.sharing is not None and (shared := self.sharing.tensor_at(site)) is not None:
+                shared.check_in_place(tap.module)
+                tap.shared[str(site.key)] = shared
             self._taps[point] = tap
             tap.connect(str(site.key), point)
         else:
@@ -515,10 +437,11 @@ class Wiring(AttachesListeners):
         hook = self._sites.get(site)
         if hook is None:
             find = Finder(self.model, site.path)
-            if self._layout is None:
+            shared = None if self.sharing is None else self.sharing.tensor_at(site)
+            if shared is None:
                 hook = SiteHook(site, find, self._attached)
             else:
-                hook = SharedSite(site, find, self._attached, self._layout)
+                hook = SharedSite(site, find, self._attached, shared)
             self._sites[site] = hook
         return hook
 
