@@ -48,6 +48,7 @@ from adapters.registry import UnsupportedModelError, has_declaration, inherits_d
 from adapters.spread import Layout, layout_of, number_of
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import Names
+from bridge.run.inputs import RunnableBridge
 from bridge.version import __version__
 from bridge.weights import NameTree
 from bridge.wiring.compiled import strip
@@ -189,7 +190,7 @@ def _asking(compares: bool, patience: float, found: ModelMap) -> ModelMap:
     return found if found.layout is None else replace(found, layout=found.layout.asking(compares, patience))
 
 
-class WrappedModel(nn.Module):
+class WrappedModel(nn.Module, RunnableBridge):
     """What all methods of a bridge stand on. The class that users see is `TransformerBridge`.
 
     Args:

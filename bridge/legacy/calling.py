@@ -15,14 +15,14 @@ from adapters.views import Call, View
 from bridge.bridge import TransformerBridge
 from bridge.hooks.context import CURRENT, Listener, Scope, forward_pass, without_hooks
 from bridge.hooks.hooks import HookPoint
-from bridge.hooks.modules import first_parameter
+from bridge.hooks.modules import InForwardsPlace, first_parameter
 from bridge.hooks.names import suggestion
 from bridge.legacy.components import AbstractAttention
 from bridge.legacy.hook_points import CALLS
 from bridge.legacy.parts import Part
 from bridge.legacy.tokens import position_embeddings
 from bridge.run.layer_range import StopRun
-from bridge.taps.tap import InForwardsPlace, Tap
+from bridge.taps.tap import Tap
 
 #: What a call must not do twice: add keys and values to a cache.
 _CACHES = ("past_key_values", "past_key_value", "layer_past")

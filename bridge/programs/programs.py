@@ -400,7 +400,7 @@ class Program(nn.Module):
         other.__dict__ = self.__dict__.copy()
         other.__dict__["_modules"] = dict(self._modules)
         other.compiled = True
-        other._run = CompiledRun(other, self._wiring, self._blocks, options)
+        other._run = CompiledRun(other.run_lowered, self.lowered, self._wiring, self._blocks, options)
         return other
 
     def export(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from transformers import Cache
 
 from adapters.linear import materialized
 from adapters.observe.observe import SOFTMAXES, SeesAttention
-from adapters.spread import Cut
 from adapters.views import Args, Call, Kwargs
 from adapters.views.attention import KernelArguments
 from bridge.hooks.hooks import HookPoint
@@ -84,11 +83,12 @@ class AttentionTap(Tap):
             self._slow = None
 
 
-class ObservedAttentionCall(TappedCall, Protocol):
+class ObservedAttentionCall(TappedCall):
     """One call of an attention module, in a run or in a program."""
 
     def is_read_only(self, attention: AttentionCall) -> bool:
         """Whether nobody changes scores or pattern; then they have been shown, or what will compute them."""
+        raise NotImplementedError
 
 
 class AttentionWatch(SeesAttention):
@@ -253,7 +253,7 @@ def show_scores_and_pattern(shown: TappedCall, attention: AttentionCall) -> Tens
     return shown.show("pattern", softmax_of(new, scores, attention.pattern), private=True)
 
 
-class _CallInRun(RunCall):
+class _CallInRun(RunCall, ObservedAttentionCall):
     """One call of an attention module in a run."""
 
     tap: AttentionTap
@@ -308,19 +308,11 @@ class _CallOverProcesses(_CallInRun):
 
     def __init__(self, tap: AttentionTap, call: Call) -> None:
         super().__init__(tap, call)
+        self.cut = next(iter(tap.cuts.values()))  # heads are spread as on any channel
+        self.parts = self.cut.parts
         names = [name for point in self.active_points(_INSIDE) for name in point.view.parameters]
         for name in dict.fromkeys(names):  # put together before the module's forward, which sees its own part
             call.scratch[name] = materialized(tap.module, name)
-
-    @property
-    def cut(self) -> Cut:
-        """How heads are spread: as on any channel."""
-        return next(iter(self.tap.cuts.values()))
-
-    @property
-    def parts(self) -> int:
-        """Over how many processes the heads are spread."""
-        return self.cut.parts
 
     def _whole(self, attention: AttentionCall) -> AttentionCall:
         return attention.whole(self.cut)

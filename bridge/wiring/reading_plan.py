@@ -17,7 +17,7 @@ from adapters.points import call_number, missing_module_message
 from adapters.views import Args, Kwargs
 from bridge.hooks.context import CURRENT, Scope
 from bridge.hooks.hooks import HookPoint
-from bridge.hooks.modules import argument, element_of
+from bridge.hooks.modules import NotCopied, argument, element_of
 from bridge.wiring.site import OwnedHook, SiteHook, add_all, remove_all
 
 
@@ -76,7 +76,7 @@ class _Turn:
         self.reading: _Reading | None = None
 
 
-class ReadingHook:
+class ReadingHook(NotCopied):
     """The torch hook at one place. Runs use it one after the other.
 
     Args:
@@ -86,17 +86,10 @@ class ReadingHook:
 
     __slots__ = ("place", "turn")
 
-    def __init__(self, place: ReadSite | None, turn: _Turn) -> None:
+    def __init__(self, place: ReadSite | None = None, turn: _Turn | None = None) -> None:
         if place is not None:
             self.place: ReadSite = place
-        self.turn = turn
-
-    # A copy of the model that is made meanwhile carries inert ones.
-    def __reduce__(self) -> tuple[object, ...]:
-        return _inert, ()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ReadingHook:
-        return _inert()
+        self.turn = _Turn() if turn is None else turn
 
     def on_output(self, module: nn.Module, args: Args, output: Any) -> None:
         """The forward hook."""
@@ -118,10 +111,6 @@ class ReadingHook:
             plain = place.key is None and args and isinstance(args[0], Tensor)
             x = args[0] if plain else argument(module, args, kwargs or {}, place.key)[0]
             reading.keep(place, x, module, args, kwargs or {})
-
-
-def _inert() -> ReadingHook:
-    return ReadingHook(None, _Turn())
 
 
 class ReadingPlan:
