@@ -127,7 +127,7 @@ dist: $(STAMP)
 	$(BIN)/python -m build --outdir dist . > /dev/null
 	mkdir -p build/sdist && tar xzf dist/*.tar.gz -C build/sdist --strip-components=1
 
-# The tests in the unpacked sdist: `make sdist TESTS=tests/public`, some of them.
+# The tests in the unpacked sdist: `make sdist TESTS=tests/distribution`, some of them.
 TESTS ?=
 sdist: dist
 	cd build/sdist && $(CURDIR)/$(BIN)/python -m pytest -p no:cacheprovider -rs $(TESTS)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from adapters.architecture import Architecture, Step, feeds_forward
 from adapters.linear import bias_of, head_results, weight_in_out
-from adapters.norms import NormKind, at_least_float32, normalized
+from adapters.norms import NormKind
 from adapters.points import Point, module_at
 from adapters.views import Composed, Copied, linearly, transformed
 from bridge.analysis.requirements import AnalysedModel, AnalysedRun, Index, pick, require
@@ -57,8 +57,7 @@ class StreamNorm:
 
     def scaled(self, x: Float[Tensor, "*any d_model"], scale: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """A term of the norm's input, centred (by a layer norm) and divided by a scale that is given."""
-        x = at_least_float32(x)
-        return (x - x.mean(-1, keepdim=True) if self.kind.centered else x) / scale
+        return self.kind.around(x) / scale
 
     def linear(self, x: Float[Tensor, "*any d_model"], scale: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """What the norm makes of a term of its input: `scaled`, times its weight. Its bias is of no term.
@@ -85,7 +84,7 @@ class StreamNorm:
         """The norm of a whole stream, by the model's own module, hooks left out."""
         weight = self.weight
         if self.kind.function:
-            return normalized(self.kind, x)
+            return self.kind.of(x)
         if weight is None:
             return self.module.forward(x)
         return self.module.forward(x.to(weight.device, weight.dtype)).to(x.device)

@@ -17,6 +17,7 @@ from bridge.analysis.requirements import AnalysedModel, layer_of, refuse_no_sum
 from bridge.hooks.arguments import check_choice, heads_shown, refuse_wrong_types
 from bridge.weights import FactoredMatrix, at_least_float32, first_weight
 
+__all__ = ["SVDInterpreter"]
 VECTOR_TYPES = ("OV", "w_in", "w_out")
 
 

@@ -381,7 +381,7 @@ class TraceMethods(RunMethods, GenerationMethods):
 
     @refuse_wrong_types
     def trace_edit(
-        self, body: tracing.edit.Body, *, prompt: Input | None = None, points: Sequence[str] | None = None
+        self, body: tracing.edit.TraceBody, *, prompt: Input | None = None, points: Sequence[str] | None = None
     ) -> tracing.edit.Edit:
         """Turns the body of a trace, written as a function, into hooks for `hooks`, `run_with_hooks` and `generate`.
 

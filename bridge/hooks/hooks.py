@@ -29,6 +29,8 @@ from bridge.hooks.context import (
     refuse_unknown_recomputation,
 )
 
+__all__ = ["HookPoint"]
+
 # ----------------------------------------------------------------------------------------------------------------------
 # What a user's function made of an activation, and whether it can take the activation's place.
 # ----------------------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from adapters.views import Args, Kwargs
 from bridge.interventions.operations import Operation
-from bridge.programs.lower import HOOKS, Body, Lowered, LoweredTap
+from bridge.programs.lower import HOOKS, Lowered, LoweredBody, LoweredTap
 from bridge.programs.program_pass import Function, LoweredSite
 from bridge.wiring.wiring import Wiring
 
@@ -106,7 +106,7 @@ def _is_plain(value: object) -> bool:
 Run = Callable[[Tensor | None, Mapping[str, Tensor], Kwargs], Kwargs]
 
 
-def generating(model: PreTrainedModel, run: Run, inputs: Mapping[str, Tensor]) -> PreTrainedModel:
+def generating_model(model: PreTrainedModel, run: Run, inputs: Mapping[str, Tensor]) -> PreTrainedModel:
     """A model whose forward is a program's, and whose `generate` is transformers' own.
 
     Args:
@@ -331,7 +331,7 @@ def _kind(fn: object) -> Hashable:
     """The code of a function without the tensors and fractions that it keeps."""
     if isinstance(fn, Function):
         return (_kind(fn.fn), fn.takes)
-    if isinstance(fn, Body):
+    if isinstance(fn, LoweredBody):
         return (_kind(fn.edit.body), tuple([hook.name for hook in fn.edit.points]))
     if isinstance(fn, Operation):
         return (type(fn), tuple([_value(getattr(fn, field.name)) for field in fields(fn)]))

@@ -60,15 +60,15 @@ def listeners_of(
     Raises:
         TypeError: see `Function`.
     """
-    bodies: dict[Edit, Body] = {}
+    bodies: dict[Edit, LoweredBody] = {}
     for hook, fn in interventions:
         if isinstance(fn, EditHook):
-            yield hook, Listener("fwd", bodies.setdefault(fn.edit, Body(fn.edit)))
+            yield hook, Listener("fwd", bodies.setdefault(fn.edit, LoweredBody(fn.edit)))
         else:
             yield hook, Listener("fwd", Function(fn, hook, declared))
 
 
-class Body:
+class LoweredBody:
     """The body of an edit in a program.
 
     Args:
@@ -202,7 +202,7 @@ def shell_of(model: nn.Module) -> nn.Module:
     """A model of shells, with the user's torch hooks and without those of any bridge.
 
     Args:
-        model: the Hugging Face model, as it was written (see `written`).
+        model: the Hugging Face model, as it was written (see `as_written`).
 
     Raises:
         ValueError: a module has a forward of its own, which belongs to the module and not to a shell of it.
@@ -232,7 +232,7 @@ def shell_of(model: nn.Module) -> nn.Module:
     return shell
 
 
-def written(model: nn.Module) -> tuple[nn.Module, str]:
+def as_written(model: nn.Module) -> tuple[nn.Module, str]:
     """A model without what `torch.compile` has put around it, and the path to it."""
     path = ""
     while "_orig_mod" in model._modules:
@@ -508,7 +508,7 @@ def lower(
         TypeError: a function that asks for what is not declared.
     """
     bridge.wiring.refuse_spread("a program")
-    original, prefix = written(bridge.original_model)
+    original, prefix = as_written(bridge.original_model)
     model = shell_of(original)
     here = threading.local()
     added = [(hook, listener.fn) for hook in bridge.wiring.points.values() for listener in _functions_at(hook)]

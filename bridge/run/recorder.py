@@ -17,7 +17,7 @@ from adapters.views import Args, Call, Deferred, Kwargs
 from bridge.hooks.arguments import BatchAxisError
 from bridge.hooks.context import Listener, Scope, of_the_next_run
 from bridge.hooks.hooks import HookPoint
-from bridge.wiring.reading_plan import Place
+from bridge.wiring.reading_plan import ReadSite
 from bridge.wiring.wiring import Wiring
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def _index(pos_slice: PosSlice, length: int, hook: HookPoint, device: torch.devi
 _NO_CALL = Call(nn.Identity(), (), {})
 
 
-class Recorder:
+class ActivationRecorder:
     """Keeps what chosen hook points see in one run.
 
     Args:
@@ -176,7 +176,7 @@ class Recorder:
         self.values[hook.name] = act.detach() if act.requires_grad else act
         self._versions.append((hook.name, act, act._version))
 
-    def _keep_all(self, place: Place, x: Tensor, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+    def _keep_all(self, place: ReadSite, x: Tensor, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Keeps what the points at a place see, where nobody changes anything: hundreds of times in one run."""
         x = x.detach() if x.requires_grad else x
         values, now = self.values, place.points
@@ -196,7 +196,7 @@ class Recorder:
                 for point in now:
                     self._keep(point.view.get(x, call), point)
 
-    def _read_all(self, place: Place, x: Tensor, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+    def _read_all(self, place: ReadSite, x: Tensor, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """As `_keep_all`, of what is kept in part or elsewhere."""
         call = Call(module, args, kwargs) if place.contextual else _NO_CALL
         x = x.detach() if x.requires_grad else x

@@ -25,8 +25,7 @@ from bridge.taps.tap import PatchedFunction, Tap, calling_instead
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-Arguments = dict[str, Any]
-Function = Callable[..., Any]
+StepFunction = Callable[..., Any]
 
 
 class Recurrence(Protocol):
@@ -57,7 +56,7 @@ class DeltaRule:
 
     _OF_POSITIONS = ("query", "key", "value", "g", "beta")
 
-    def __init__(self, given: Arguments, one: Function) -> None:
+    def __init__(self, given: Kwargs, one: StepFunction) -> None:
         self._given, self._one = given, one
         self._rest = {
             name: value for name, value in given.items() if name not in (*self._OF_POSITIONS, "chunk_size", "kwargs")
@@ -93,7 +92,7 @@ class SelectiveScan:
         one: `mamba_selective_state_update`.
     """
 
-    def __init__(self, given: Arguments, one: Function) -> None:
+    def __init__(self, given: Kwargs, one: StepFunction) -> None:
         self._given, self._one = given, one
         self.length = given["hidden_states"].shape[-1]
 
@@ -130,7 +129,7 @@ class ChunkScan:
         one: `mamba2_selective_state_update`.
     """
 
-    def __init__(self, given: Arguments, one: Function) -> None:
+    def __init__(self, given: Kwargs, one: StepFunction) -> None:
         least, most = given.get("dt_limit", (0.0, float("inf")))
         if (least, most) != (0.0, float("inf")):  # which the function of one step does not know: it is given the result
             dt, bias = given["dt"], given.get("dt_bias")
@@ -183,7 +182,7 @@ class OneUpdate:
 
     length = 1
 
-    def __init__(self, given: Arguments, one: Function) -> None:
+    def __init__(self, given: Kwargs, one: StepFunction) -> None:
         self._given, self._one = given, one
 
     def first(self) -> Tensor:
@@ -206,7 +205,7 @@ class OneUpdate:
 
 
 #: How each function that holds a recurrence is taken apart.
-RECURRENCES: dict[str, Callable[[Arguments, Function], Recurrence]] = {
+RECURRENCES: dict[str, Callable[[Kwargs, StepFunction], Recurrence]] = {
     "mamba_selective_scan": SelectiveScan,
     "mamba_selective_state_update": OneUpdate,
     "mamba2_chunk_scan": ChunkScan,

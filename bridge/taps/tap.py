@@ -7,14 +7,14 @@ import functools
 import threading
 import types
 import weakref
-from collections.abc import Callable, Collection, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, Protocol, Self, cast
+from typing import Any, Protocol, Self
 
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
+from adapters.observe.observe import Watch
 from adapters.points import call_number
 from adapters.spread import Cut
 from adapters.views import Args, Call, Kwargs
@@ -246,33 +246,20 @@ class RunCall:
         return self.tap.show(channel, x, call)
 
 
-class Watch(TorchFunctionMode):
-    """Sees the torch functions that a module calls while it runs, and not those of a user's hook inside it.
+class CallWatch(Watch):
+    """Shows what one call of a tapped module computes.
 
     Args:
-        shown: the call of the module.
+        shown: the call.
     """
-
-    #: The functions that `call` does something about; None: it is asked about all.
-    looked_at: Collection[Callable[..., Any]] | None = None
 
     def __init__(self, shown: TappedCall) -> None:
         super().__init__()
         self.shown = shown
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[object, ...] = (), kwargs: Kwargs | None = None
-    ) -> Any:
-        kwargs = {} if kwargs is None else kwargs
-        if func is Tensor.unflatten:  # torch.compile cannot call this one as a function
-            return cast(Tensor, args[0]).unflatten(*args[1:], **kwargs)
-        if (self.looked_at is not None and func not in self.looked_at) or self.shown.in_user_function:
-            return func(*args, **kwargs)
-        return self.call(func, args, kwargs)
-
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
-        """Calls a function of the module's, or does something else in its place."""
-        raise NotImplementedError
+    @property
+    def in_user_function(self) -> bool:
+        return self.shown.in_user_function
 
 
 # ----------------------------------------------------------------------------------------------------------------------

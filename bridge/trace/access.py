@@ -50,7 +50,7 @@ class TraceableGenerator(TraceableBridge, Generates, Protocol):
 
 #: For the errors of `checked`.
 _ASSIGNED = Listener("fwd", lambda act, hook: None)
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+ModuleInputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Access:
@@ -164,11 +164,11 @@ class Access:
         """All that the module of a part returns."""
         return self.module(self._module_of(part)).output
 
-    def part_inputs(self, part: str) -> Inputs:
+    def part_inputs(self, part: str) -> ModuleInputs:
         """All that the module of a part is called with."""
         return self.module(self._module_of(part)).inputs
 
-    def set_part_inputs(self, part: str, value: Inputs) -> None:
+    def set_part_inputs(self, part: str, value: ModuleInputs) -> None:
         """Replaces it."""
         self.module(self._module_of(part)).inputs = value
 
@@ -275,13 +275,13 @@ class TracedModule:
         self._access.leave_out(self.path, value)
 
     @property
-    def inputs(self) -> Inputs:
+    def inputs(self) -> ModuleInputs:
         """All that the module is called with: its positional arguments, and those with names."""
-        found: Inputs = self._stop("inputs").value
+        found: ModuleInputs = self._stop("inputs").value
         return found
 
     @inputs.setter
-    def inputs(self, value: Inputs) -> None:
+    def inputs(self, value: ModuleInputs) -> None:
         stop = self._stop("inputs")
         if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict)):
             raise TypeError(f"{self.path}.inputs is {value!r}; it must be a tuple of arguments and a dict of arguments")

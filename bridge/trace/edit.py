@@ -28,7 +28,7 @@ class BodyActivations(Protocol):
 
 
 #: The body of a trace as a function.
-Body = Callable[[BodyActivations], object]
+TraceBody = Callable[[BodyActivations], object]
 
 
 class EditHook:
@@ -78,7 +78,7 @@ class Edit(Sequence[tuple[str, EditHook]]):
         points: the hook points that it asks for.
     """
 
-    def __init__(self, names: Names, body: Body, points: Sequence[HookPoint]) -> None:
+    def __init__(self, names: Names, body: TraceBody, points: Sequence[HookPoint]) -> None:
         self.names, self.body = names, body
         self.points = tuple(sorted(dict.fromkeys(points), key=lambda hook: hook.order))
         self._specs: tuple[tuple[str, EditHook], ...] = ()
@@ -219,7 +219,7 @@ class Probe:
         )
 
 
-def points_asked_for(names: Names, body: Body, run: BodyActivations) -> list[HookPoint]:
+def points_asked_for(names: Names, body: TraceBody, run: BodyActivations) -> list[HookPoint]:
     """The hook points that a body asks for in a trace.
 
     Raises:
@@ -239,7 +239,7 @@ def points_asked_for(names: Names, body: Body, run: BodyActivations) -> list[Hoo
 
 
 #: What an edit does to an activation, in place.
-Operation = Callable[[Tensor], None]
+InPlaceEdit = Callable[[Tensor], None]
 
 
 class EveryStep:
@@ -255,7 +255,7 @@ class EveryStep:
     __slots__ = ("_is_written", "_name", "_path", "_record")
 
     def __init__(
-        self, name: str, record: Callable[[Operation], None], path: tuple[object, ...] = (), is_written: bool = False
+        self, name: str, record: Callable[[InPlaceEdit], None], path: tuple[object, ...] = (), is_written: bool = False
     ) -> None:
         self._name, self._record, self._path, self._is_written = name, record, path, is_written
 
@@ -373,7 +373,7 @@ def _are_same(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
     return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 
-def apply(operations: list[Operation], act: Tensor, name: str, step: int) -> None:
+def apply(operations: list[InPlaceEdit], act: Tensor, name: str, step: int) -> None:
     """Does the operations, in turn.
 
     Raises:

@@ -16,7 +16,7 @@ from adapters.points import module_at
 from bridge.hooks.context import CURRENT, OpenTrace, Scope, closed, opened
 from bridge.hooks.hooks import HookPoint
 from bridge.run.inputs import Inputs, Request, check_arguments
-from bridge.run.layer_range import Given, bypassing
+from bridge.run.layer_range import GivenOutput, bypassing
 from bridge.run.run import PreparedPass, checked_layers, points_that_run, refuse_unreached_points
 from bridge.trace.access import Access, TraceableBridge
 from bridge.trace.coroutine import Coroutine, LateEditError, PointNeverCameError, PointPassedError
@@ -151,7 +151,7 @@ class HasActivations(Protocol):
         """The names of the axes of an activation."""
 
 
-class Rows:
+class PromptRows:
     """One prompt's part of every activation: a view of it, so that the model sees what is changed in it.
 
     Args:
@@ -230,7 +230,7 @@ class Trace(InStep, Access):
         self._is_ready = False
         self._output: Any = None
         self._inputs: Inputs | None = None
-        self._left_out: dict[str, Given] = {}
+        self._left_out: dict[str, GivenOutput] = {}
 
     # The block.
 
@@ -395,7 +395,7 @@ class Trace(InStep, Access):
             if inside and (hook in self.stops.captured or hook.has_visible_listeners):
                 raise ValueError(f"{path} cannot be skipped: {hook.name}, which is captured or has a hook, is in it")
         assert self._pass is not None
-        run, given = self._pass.run, Given(value)
+        run, given = self._pass.run, GivenOutput(value)
         self._left_out[path] = given
         self._until_the_end().enter_context(bypassing(run, [module], None, 1))
         run.entering[module] = given
@@ -419,7 +419,7 @@ class Trace(InStep, Access):
             "second]) as run: run.rows(0)[...] is the first one's part, run.rows(1)[...] the second's"
         )
 
-    def rows(self, index: int) -> Rows:
+    def rows(self, index: int) -> PromptRows:
         """One prompt of several: its part of every activation, without the padding of its row.
 
         Args:
@@ -436,7 +436,7 @@ class Trace(InStep, Access):
         start, stop = (0, length) if pieces is None else pieces[index]
         if start < 0:
             raise ValueError(f"the tokens of prompt {index} have padding between them, so it is no one piece")
-        return Rows(self, index, start, stop, length)
+        return PromptRows(self, index, start, stop, length)
 
     def _all_rows(self) -> tuple[int, int, list[tuple[int, int]] | None]:
         """How many prompts there are, their length, and where in it their own tokens stand; None: everywhere.

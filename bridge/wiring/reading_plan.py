@@ -21,7 +21,7 @@ from bridge.hooks.modules import argument, element_of
 from bridge.wiring.site import OwnedHook, SiteHook, add_all, remove_all
 
 
-class Place:
+class ReadSite:
     """One site that is read: its module, and the hook points that stand there.
 
     Attributes:
@@ -51,7 +51,7 @@ class Place:
 
 
 #: What is called with what passed a place: it, the tensor, and the call: module, args, kwargs.
-Keep = Callable[[Place, Tensor, nn.Module, Args, Kwargs], None]
+Keep = Callable[[ReadSite, Tensor, nn.Module, Args, Kwargs], None]
 
 
 class _Reading:
@@ -86,9 +86,9 @@ class ReadingHook:
 
     __slots__ = ("place", "turn")
 
-    def __init__(self, place: Place | None, turn: _Turn) -> None:
+    def __init__(self, place: ReadSite | None, turn: _Turn) -> None:
         if place is not None:
-            self.place: Place = place
+            self.place: ReadSite = place
         self.turn = turn
 
     # A copy of the model that is made meanwhile carries inert ones.
@@ -150,7 +150,7 @@ class ReadingPlan:
         #: The modules that led to the places, and what was in each. A plan keeps none of them alive.
         self._holders: dict[int, tuple[weakref.ref[nn.Module], list[int]]] = {}
         self._lasting = True
-        self._places = [Place(site, self._find(site), at[site]) for site in at]
+        self._places = [ReadSite(site, self._find(site), at[site]) for site in at]
         self._modules = [place.module for place in self._places]
         #: Hooks for all places that no run uses now: runs of several threads have some each.
         self._idle: list[tuple[_Turn, list[OwnedHook]]] = []

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.other_classes.parts import (
+from tests.adapters.unknown_classes.parts import (
     D_HEAD,
     D_MLP,
     D_MODEL,
@@ -25,7 +25,7 @@ from tests.other_classes.parts import (
     mixed,
     rotated,
 )
-from tests.other_classes.shown import at, outside
+from tests.adapters.unknown_classes.shown import at, outside
 
 
 def _model(layers: Any, decoder: type[nn.Module] = Decoder) -> type[nn.Module]:

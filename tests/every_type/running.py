@@ -10,8 +10,8 @@ from torch import Tensor
 
 from adapters.inputs import arguments_of
 from bridge.patching import get_act_patch_attn_head_out_all_pos, get_act_patch_resid_pre
-from tests.properties.plain import Place, editing, outputs_inside
-from tests.properties.subject import Absent, Subject, Wrong, logits_of
+from tests.every_type.plain import Place, editing, outputs_inside
+from tests.every_type.subject import Absent, Subject, Wrong, logits_of
 
 
 def idle_is_the_model(subject: Subject) -> None:

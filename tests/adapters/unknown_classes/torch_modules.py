@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tests.other_classes.parts import D_MLP, D_MODEL, D_VOCAB, N_CTX, N_HEADS, N_LAYERS, by_head, mixed
-from tests.other_classes.shown import at, outside
+from tests.adapters.unknown_classes.parts import D_MLP, D_MODEL, D_VOCAB, N_CTX, N_HEADS, N_LAYERS, by_head, mixed
+from tests.adapters.unknown_classes.shown import at, outside
 
 
 def attended(layer: int, attention: nn.MultiheadAttention, x: Tensor) -> Tensor:

@@ -15,9 +15,9 @@ from adapters.views import Affine
 from bridge import ActivationCache, TransformerBridge
 from bridge.analysis.decomposition import Term
 from bridge.harvest import Activations
-from tests.properties import reading
-from tests.properties.subject import Case, Outcome, Subject, outcome
-from tests.properties.table import PROPERTIES
+from tests.every_type import reading
+from tests.every_type.subject import Case, Outcome, Subject, outcome
+from tests.every_type.table import PROPERTIES
 
 
 def _stack(architecture: Architecture, **fields: Any) -> Architecture:

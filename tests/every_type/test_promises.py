@@ -6,9 +6,9 @@ import logging
 
 import pytest
 
-from tests.properties.cases import TASKS, covering, family, usual
-from tests.properties.subject import Case
-from tests.properties.table import PROPERTIES, outcomes
+from tests.every_type.cases import TASKS, covering, family, usual
+from tests.every_type.subject import Case
+from tests.every_type.table import PROPERTIES, outcomes
 
 CHOSEN = covering(list(PROPERTIES))
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from adapters.registry import family_of
 from bridge.native.native import NativeModel
-from tests.properties.subject import Case
+from tests.every_type.subject import Case
 from tests.tiny_models import CANNOT_BE_BUILT, Task, model_class, tiny_config, types
 
 TASKS: tuple[Task, ...] = ("causal", "masked", "seq2seq", "image_text", "speech")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from bridge import TransformerBridge
-from tests.other_classes import shown
-from tests.other_classes.parts import D_VOCAB
+from tests.adapters.unknown_classes import shown
+from tests.adapters.unknown_classes.parts import D_VOCAB
 
 TOKENS = torch.randint(0, D_VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from tests.other_classes.shown import at, outside
+from tests.adapters.unknown_classes.shown import at, outside
 
 D_MODEL, N_HEADS, D_HEAD, D_MLP, D_VOCAB, N_LAYERS, N_CTX = 24, 4, 6, 40, 61, 3, 32
 

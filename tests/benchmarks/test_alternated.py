@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-_PATH = pathlib.Path(__file__).parent.parent / "benchmarks" / "alternated.py"
+_PATH = pathlib.Path(__file__).parents[2] / "benchmarks" / "alternated.py"
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from bridge.analysis.logit_lens import head_contributions
-from tests.properties.plain import Place, editing, outputs_inside, seen
-from tests.properties.subject import Subject, Wrong
+from tests.every_type.plain import Place, editing, outputs_inside, seen
+from tests.every_type.subject import Subject, Wrong
 
 #: Fields of configurations that name a soft cap on the logits.
 _CAPS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tests.other_classes.parts import (
+from tests.adapters.unknown_classes.parts import (
     D_MODEL,
     N_LAYERS,
     Attention,
@@ -13,7 +13,7 @@ from tests.other_classes.parts import (
     Decoder,
     DecoderLayer,
 )  # fmt: skip
-from tests.other_classes.shown import at
+from tests.adapters.unknown_classes.shown import at
 
 N_EXPERTS, CHOSEN, D_EXPERT = 5, 2, 16
 
@@ -316,7 +316,7 @@ class NemotronLayer(nn.Module):
     def __init__(self, layer: int, mixer: nn.Module, name: str) -> None:
         super().__init__()
         self.layer, self.name, self.mixer = layer, name, mixer
-        from tests.other_classes.parts import Rms
+        from tests.adapters.unknown_classes.parts import Rms
 
         self.norm = Rms()
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
-from tests.other_classes.parts import (
+from tests.adapters.unknown_classes.parts import (
     D_HEAD,
     D_MLP,
     D_MODEL,
@@ -20,7 +20,7 @@ from tests.other_classes.parts import (
     repeated,
     rotated,
 )
-from tests.other_classes.shown import at, outside
+from tests.adapters.unknown_classes.shown import at, outside
 
 
 class CoreAttention(nn.Module):

@@ -1,6 +1,6 @@
 """Classes that transformers does not contain: values, effects and gradients as each says them itself.
 
-Run as a script it prints the table of all: ``python -m tests.other_classes.test_other_classes``.
+Run as a script it prints the table of all: ``python -m tests.adapters.unknown_classes.test_unknown_classes``.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from adapters import UnsupportedModelError, verify
 from adapters.plain_model import with_interface
 from bridge import TransformerBridge
 from tests.adapters.mutations import mutations, tried
-from tests.other_classes import module_list_mixtures, odd_parts, placed_otherwise
-from tests.other_classes.classes import CLASSES, FULL, PART, REFUSED
-from tests.other_classes.compared import TOKENS, compare
-from tests.other_classes.parts import D_HEAD, D_MODEL, D_VOCAB, N_HEADS, randomised
+from tests.adapters.unknown_classes import module_list_mixtures, odd_parts, placed_otherwise
+from tests.adapters.unknown_classes.classes import CLASSES, FULL, PART, REFUSED
+from tests.adapters.unknown_classes.compared import TOKENS, compare
+from tests.adapters.unknown_classes.parts import D_HEAD, D_MODEL, D_VOCAB, N_HEADS, randomised
 
 
 @pytest.mark.parametrize("name", FULL)
@@ -57,7 +57,7 @@ def test_what_is_inferred_is_proved(name: str) -> None:
 @pytest.mark.parametrize("name", ["nn.MultiheadAttention", "Dream", "LLaDA", "nn.TransformerEncoderLayer"])
 def test_the_oracle_is_the_model(name: str) -> None:
     """What is computed by hand beside a class gives the logits of the class."""
-    from tests.other_classes import shown
+    from tests.adapters.unknown_classes import shown
 
     model = randomised(CLASSES[name]())
     with torch.no_grad(), shown.looking(lambda at, x: x):

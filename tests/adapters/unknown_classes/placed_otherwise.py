@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
-from tests.other_classes.parts import (
+from tests.adapters.unknown_classes.parts import (
     D_HEAD,
     D_MLP,
     D_MODEL,
@@ -24,7 +24,7 @@ from tests.other_classes.parts import (
     mixed,
     rotated,
 )  # fmt: skip
-from tests.other_classes.shown import at, outside
+from tests.adapters.unknown_classes.shown import at, outside
 
 
 class Attributes(CausalModel):

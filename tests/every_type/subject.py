@@ -23,7 +23,7 @@ from adapters.points import base_path, join
 from adapters.registry import declaration_for
 from bridge import TransformerBridge
 from tests.adapters.mutations import declared_as
-from tests.properties.plain import Edit, Place, editing, seen
+from tests.every_type.plain import Edit, Place, editing, seen
 from tests.tiny_models import Task, tiny_model
 
 _OURS = tuple(str(Path(adapters.__file__).parent.parent / room) for room in ("adapters", "bridge", "weight_processing"))

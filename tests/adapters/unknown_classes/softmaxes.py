@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from tests.other_classes.parts import (
+from tests.adapters.unknown_classes.parts import (
     N_LAYERS,
     Attention,
     CausalModel,
@@ -18,7 +18,7 @@ from tests.other_classes.parts import (
     by_head,
     repeated,
 )
-from tests.other_classes.shown import at
+from tests.adapters.unknown_classes.shown import at
 
 
 def by_hand(scores: Tensor) -> Tensor:

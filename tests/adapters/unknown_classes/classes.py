@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from tests.other_classes import (
+from tests.adapters.unknown_classes import (
     chatglm,
     module_list_mixtures,
     odd_parts,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tests.other_classes.parts import (
+from tests.adapters.unknown_classes.parts import (
     D_HEAD,
     D_MLP,
     D_MODEL,
@@ -19,7 +19,7 @@ from tests.other_classes.parts import (
     mixed,
     rotated,
 )
-from tests.other_classes.shown import at, outside
+from tests.adapters.unknown_classes.shown import at, outside
 
 
 class NanoGPTAttention(nn.Module):

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from adapters.inputs import arguments_of
 from adapters.points import base_path, join
-from tests.properties.plain import Place, editing, outputs_inside, read_behind
-from tests.properties.subject import NEAR, Absent, Subject, Wrong, arranged, logits_of
-from tests.properties.sums import uncapped
+from tests.every_type.plain import Place, editing, outputs_inside, read_behind
+from tests.every_type.subject import NEAR, Absent, Subject, Wrong, arranged, logits_of
+from tests.every_type.sums import uncapped
 
 
 def lens_is_the_model(subject: Subject) -> None:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from tests.properties import further, reading, running, sums
-from tests.properties.subject import Case, Outcome, Subject, outcome
+from tests.every_type import generation, processing, reading, running, sums
+from tests.every_type.subject import Case, Outcome, Subject, outcome
 
 #: By name: what is promised, as a function that raises where it does not hold.
 PROPERTIES: dict[str, Callable[[Subject], None]] = (
-    running.PROPERTIES | sums.PROPERTIES | reading.PROPERTIES | further.PROPERTIES
+    running.PROPERTIES | sums.PROPERTIES | reading.PROPERTIES | generation.PROPERTIES | processing.PROPERTIES
 )
 
 
