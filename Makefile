@@ -10,8 +10,10 @@ export HF_HUB_OFFLINE ?= 1
 demo: $(STAMP)
 	$(BIN)/python -m bridge demo
 
+# `make test TIER=core`: the rooms of one tier (core, programs, studies, harvest, legacy).
+TIER ?=
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(if $(TIER),tests=$$($(BIN)/python tools/structure.py --tests $(TIER)) &&) $(BIN)/python -m pytest $(if $(TIER),$$tests)
 
 real: $(REAL)/.fetched
 	$(BIN)/python -m pytest tests/real tests/examples -m real

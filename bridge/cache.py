@@ -1,4 +1,12 @@
-"""`ActivationCache`: the activations of one run, by hook name."""
+"""`ActivationCache`: the activations of one run, by hook name.
+
+What comes in is what a recorder kept: tensors by canonical name, and for some (patterns, results of heads, norm scales)
+what will compute them when they are asked for. What goes out is a mapping that takes every name and alias, and the
+methods that take the residual stream apart, which `bridge/analysis` computes from names alone.
+
+A cache records the run it was opened for and nothing later. What it computes late, it computes with the weights that
+the run had: where they were written to since, it refuses, by name. It knows nothing of hooks.
+"""
 
 from __future__ import annotations
 

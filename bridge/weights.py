@@ -1,4 +1,14 @@
-"""Attribute access to hook points and weights: ``bridge.blocks[3].attn.hook_z``, ``bridge.blocks[3].attn.W_Q``."""
+"""The weights by HookedTransformer's names, and the products of them.
+
+What comes in is the model's own parameters, which `adapters.weights` shows under canonical names. What goes out:
+
+1. Attribute access to hook points and weights: ``bridge.blocks[3].attn.hook_z``, ``bridge.blocks[3].attn.W_Q``. A
+   `NameTree` has no modules and no tensors: each step is a longer name, and its end is asked of the bridge.
+2. Weights of all layers on one axis (`stacked_weight`), with a refusal that names the layers where they differ.
+3. `FactoredMatrix`: a product of two matrices that is kept as its factors.
+
+No weight is copied to be looked at; only stacks are new tensors, and gradients reach the parameters through them.
+"""
 
 from __future__ import annotations
 

@@ -279,14 +279,7 @@ class RunMethods(HookMethods, TokenMethods):
         """
         return points_of_run(self, names, forward_kwargs)
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Reading the residual stream as next tokens.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-class LensMethods(RunMethods):
-    """The method of a bridge that reads its residual stream."""
+    # Reading the residual stream as next tokens.
 
     def lens(
         self,
@@ -319,14 +312,7 @@ class LensMethods(RunMethods):
         """
         return lenses.lens(self, input, kind, pos_slice, layers, prepend_bos, attention_mask)
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Hook points in a basis of the user's.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-class BasisMethods(RunMethods):
-    """The methods of a bridge that place hook points in a basis, and that hold parts of a run."""
+    # Hook points in a basis of the user's.
 
     @property
     def bases(self) -> list[HookPoint]:
