@@ -1,4 +1,27 @@
-"""What all taps share: wrapping a module's own forward while somebody listens inside it."""
+"""`Tap`: what stands before one module's own forward while somebody listens inside of it.
+
+Most hook points are a module's input or output. Attention scores, one expert's neurons or the states of a recurrence
+are in no module's: they exist while a forward runs. A tap lets that forward run, the model's own, and sees the torch
+functions that it calls. Nothing is computed in its place but what somebody changes.
+
+What comes in are the arguments of the module's call; what goes out is what the module returns. In between:
+
+1. *Is anybody there?* A tap asks who of the present code listens on its channels (`Tap.active_points`). Where nobody
+   does, it calls the forward that it stands before, and is out of the way.
+2. *Watch.* A `CallWatch` (a mode of torch's functions) is on while the forward runs, or, where transformers looks the
+   kernel up by name, while that kernel runs (`PatchedFunction`, `calling_instead`). It recognises what it knows by
+   the function and its arguments: a softmax, a product of queries and keys, a kernel, an expert's matrix.
+3. *Show.* What it recognised is shown on a channel (`Tap.show`): each hook point there sees it, as it would a
+   module's output, and the function goes on with what they make of it.
+4. *Check.* At the end a watch says what somebody listens to and nothing showed, with the reason and the cure.
+
+A watch talks to one call of the module, a `TappedCall`: `RunCall` in a run; programs have one of their own, so that
+what is recognised is written once for both. The kinds of taps are in `attention`, `experts` and `recurrence`;
+`Wiring` puts them there and takes them away.
+
+Not known here: families of models, names of hook points, torch hooks. What processes share of a channel's tensor is
+asked of `SharedTensor`.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +42,6 @@ from bridge.hooks.context import CURRENT, ForwardPass, Scope
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.modules import InForwardsPlace
 from bridge.sharing import SharedTensor
-
-
-def noop_hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
-    """A torch hook that does nothing: a module that has one takes notice of others that come while it runs."""
 
 
 class Tap(InForwardsPlace):
@@ -159,6 +178,15 @@ class Tap(InForwardsPlace):
         raise NotImplementedError
 
 
+def noop_hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
+    """A torch hook that does nothing: a module that has one takes notice of others that come while it runs."""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One call of a tapped module, and what watches the functions that it calls.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
 class TappedCall:
     """One call of a tapped module, in a run or in a program.
 
@@ -257,8 +285,11 @@ class CallWatch(Watch):
 #: What is called in place of a function: it is given the function, its name, and the call.
 Instead = Callable[[Callable[..., Any], str, Args, Kwargs], Any]
 
+
 #: Held while a function is patched or restored.
 LOCK = threading.RLock()
+
+
 #: What is called in place of functions in this context; None: the functions themselves.
 _INSTEAD: ContextVar[Instead | None] = ContextVar("transformer_bridge_instead", default=None)
 

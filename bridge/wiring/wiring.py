@@ -1,4 +1,25 @@
-"""Where hook points meet torch: one torch hook for each site that someone listens to, and none for the others."""
+"""`Wiring`: where hook points meet torch. One torch hook for each site that somebody listens to, and none for the
+others.
+
+What comes in are listeners at hook points, and what their adapter declares of these: the site, a path into the model,
+and what to read there. What goes out is a model with exactly the torch hooks that those listeners need, and, when
+they are gone, the model as it was.
+
+1. *Place.* Each declared point gets a home (`place`): the `SiteHook` of a module's input or output, which several
+   points may share, or a tap for what lies inside of a forward (`TAPS`). Nothing is attached by that.
+2. *Add.* The first listener at a point connects it (`add`, `_connect`): its torch hook or its tap, those of the sites
+   that its view needs besides, and the points that follow it. The last one to go takes them away (`remove`), by
+   handle. Hooks of a scope come and go together (`scoped`).
+3. *Read many.* A cache of everything is at hundreds of places, and to ask at each who sees what costs as much as a
+   small model's pass. Where nobody changes anything, a `ReadingPlan` knows all places, and is used again (`reading`).
+4. *Direct calls.* While somebody may change something, a call of the Hugging Face model itself has to be told apart
+   as a pass (`PassBoundary`), compiled code has to stand aside, and blocks that backward computes again bring their
+   hooks along: all in `bridge.wiring.compiled`.
+
+Refused: hooks that one run cannot serve together (`check_clash`); a module that was replaced while hooks were on it,
+or that stands at two places; attaching from within compiled code. Not known here: what a run takes and returns,
+tokens, families of models. What processes share is asked of `sharing`, which a model in one process does not have.
+"""
 
 from __future__ import annotations
 
@@ -24,98 +45,6 @@ from bridge.taps.taps import Tap, noop_hook
 from bridge.wiring.compiled import CheckpointedBlocks, ForcedEager, PassBoundary, refuse_inside_compiled
 from bridge.wiring.reading_plan import Keep, ReadingPlan
 from bridge.wiring.site import CallCounter, SeparateReading, SharedSite, SiteHook, add_forward_hook, remove_forward_hook
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Hook points that one run cannot serve together.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def check_clash(point: HookPoint, listener: Listener, in_block: Callable[[], Iterable[HookPoint]]) -> None:
-    """Refuses what one run cannot give.
-
-    Args:
-        point: the hook point.
-        listener: what is to be attached there.
-        in_block: the hook points of the same block.
-
-    Raises:
-        ValueError: gradients are asked for at the norm that the heads share, in a run in which heads are
-            given inputs of their own.
-    """
-    clash: Callable[[HookPoint], bool]
-    if point.point.separate_consumers and listener.kind in ("bwd", "edge"):
-        clash, kinds = _own_inputs, frozenset({"fwd", "bwd", "edge", "follow", "leader"})
-    elif _own_inputs(point):
-        clash, kinds = _shared_norm, frozenset({"bwd", "edge"})
-    else:
-        return
-    context = CURRENT.get()
-    for other in in_block():
-        if clash(other) and any(
-            x.kind in kinds and (x.scope is listener.scope or x.scope in context.visible) for x in other.listeners
-        ):
-            raise ValueError(
-                f"{point.name} and {other.name} cannot be had together: with hooks at the one each head reads an "
-                "input of its own, and then the gradient at the other, which all heads share, means nothing. "
-                "Use two runs. (A filter is asked about every hook point: let it leave out names with attn_in and "
-                "_input. For a cache of everything, switch set_use_split_qkv_input and set_use_attn_in off.)"
-            )
-
-
-def _own_inputs(point: HookPoint) -> bool:
-    return point.point.flag in ("use_split_qkv_input", "use_attn_in") and not isinstance(point.view, Branch)
-
-
-def _shared_norm(point: HookPoint) -> bool:
-    return bool(point.point.separate_consumers)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The order of hook points when one comes in later.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def order_behind(points: dict[str, HookPoint], hook: HookPoint, behind: HookPoint) -> None:
-    """Moves a hook point right behind another one and what stands on that, and counts all of them anew.
-
-    It comes before those that follow a point elsewhere, unless it does so itself: what they add goes on top.
-
-    Args:
-        points: the hook points by name, in their order; changed in place.
-        hook: the one to be moved.
-        behind: the other one.
-    """
-    in_order = [point for point in points.values() if point is not hook]
-    at = in_order.index(behind) + 1
-    following = {follower.name for point in in_order for follower in point.point.linked}
-    last = hook.name in following
-    while at < len(in_order) and in_order[at].name.startswith(f"{behind.name}."):
-        if in_order[at].name in following and not last:
-            break
-        at += 1
-    in_order.insert(at, hook)
-    points.clear()
-    points.update((point.name, point) for point in in_order)
-    for order, point in enumerate(in_order):
-        point.order = order
-
-
-#: The tap for each kind of site that is not simply a module's input or output.
-TAPS: dict[str, type[Tap]] = {
-    "attention": AttentionTap,
-    "softmax": AttentionTap,
-    "experts": ExpertsTap,
-    "batched experts": BatchedExpertsTap,
-    "router": RouterTap,
-    "recurrence": RecurrenceTap,
-}
-
-
-def tap_on(kind: str, module: nn.Module) -> Tap:
-    """The tap of this kind on a module: the one that another bridge around the model has put there, or a new one."""
-    there = module.__dict__.get("forward")
-    return there if type(there) is TAPS[kind] else TAPS[kind](module)
-
 
 T = TypeVar("T")
 
@@ -493,6 +422,103 @@ class Wiring(AttachesListeners):
             for hook in self.points.values():
                 self._by_block.setdefault((hook.point.stack, hook.point.depth), []).append(hook)
         return self._by_block.get((stack, depth), [])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which tap is for which kind of site that is not simply a module's input or output.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+#: The tap for each kind of site that is not simply a module's input or output.
+TAPS: dict[str, type[Tap]] = {
+    "attention": AttentionTap,
+    "softmax": AttentionTap,
+    "experts": ExpertsTap,
+    "batched experts": BatchedExpertsTap,
+    "router": RouterTap,
+    "recurrence": RecurrenceTap,
+}
+
+
+def tap_on(kind: str, module: nn.Module) -> Tap:
+    """The tap of this kind on a module: the one that another bridge around the model has put there, or a new one."""
+    there = module.__dict__.get("forward")
+    return there if type(there) is TAPS[kind] else TAPS[kind](module)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Hook points that one run cannot serve together.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def check_clash(point: HookPoint, listener: Listener, in_block: Callable[[], Iterable[HookPoint]]) -> None:
+    """Refuses what one run cannot give.
+
+    Args:
+        point: the hook point.
+        listener: what is to be attached there.
+        in_block: the hook points of the same block.
+
+    Raises:
+        ValueError: gradients are asked for at the norm that the heads share, in a run in which heads are
+            given inputs of their own.
+    """
+    clash: Callable[[HookPoint], bool]
+    if point.point.separate_consumers and listener.kind in ("bwd", "edge"):
+        clash, kinds = _own_inputs, frozenset({"fwd", "bwd", "edge", "follow", "leader"})
+    elif _own_inputs(point):
+        clash, kinds = _shared_norm, frozenset({"bwd", "edge"})
+    else:
+        return
+    context = CURRENT.get()
+    for other in in_block():
+        if clash(other) and any(
+            x.kind in kinds and (x.scope is listener.scope or x.scope in context.visible) for x in other.listeners
+        ):
+            raise ValueError(
+                f"{point.name} and {other.name} cannot be had together: with hooks at the one each head reads an "
+                "input of its own, and then the gradient at the other, which all heads share, means nothing. "
+                "Use two runs. (A filter is asked about every hook point: let it leave out names with attn_in and "
+                "_input. For a cache of everything, switch set_use_split_qkv_input and set_use_attn_in off.)"
+            )
+
+
+def _own_inputs(point: HookPoint) -> bool:
+    return point.point.flag in ("use_split_qkv_input", "use_attn_in") and not isinstance(point.view, Branch)
+
+
+def _shared_norm(point: HookPoint) -> bool:
+    return bool(point.point.separate_consumers)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The order of hook points when one comes in later.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def order_behind(points: dict[str, HookPoint], hook: HookPoint, behind: HookPoint) -> None:
+    """Moves a hook point right behind another one and what stands on that, and counts all of them anew.
+
+    It comes before those that follow a point elsewhere, unless it does so itself: what they add goes on top.
+
+    Args:
+        points: the hook points by name, in their order; changed in place.
+        hook: the one to be moved.
+        behind: the other one.
+    """
+    in_order = [point for point in points.values() if point is not hook]
+    at = in_order.index(behind) + 1
+    following = {follower.name for point in in_order for follower in point.point.linked}
+    last = hook.name in following
+    while at < len(in_order) and in_order[at].name.startswith(f"{behind.name}."):
+        if in_order[at].name in following and not last:
+            break
+        at += 1
+    in_order.insert(at, hook)
+    points.clear()
+    points.update((point.name, point) for point in in_order)
+    for order, point in enumerate(in_order):
+        point.order = order
 
 
 # ----------------------------------------------------------------------------------------------------------------------
