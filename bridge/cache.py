@@ -101,11 +101,21 @@ class ActivationCache(ResidualMethods):
 
     @refuse_wrong_types
     def __init__(self, cache_dict: dict[str, Any], model: StudiedBridge, has_batch_dim: bool = True) -> None:
-        self._values = cache_dict  # of tensors, and of what gives one when it is asked for (`Deferred`)
+        self._fill(cache_dict, model, has_batch_dim)
+
+    def _fill(self, values: dict[str, Any], model: StudiedBridge, has_batch_dim: bool) -> None:
+        self._values = values  # of tensors, and of what gives one when it is asked for (`Deferred`)
         self._model: StudiedBridge | None = model
         self._names: _Names | None = None
-        self._weights = _weights_behind(cache_dict, model)
+        self._weights = _weights_behind(values, model)
         self.has_batch_dim = has_batch_dim
+
+    @classmethod
+    def of_run(cls, values: dict[str, Any], model: StudiedBridge) -> Self:
+        """What a run has left: tensors by canonical name, and what gives one when it is asked for."""
+        new = cls.__new__(cls)
+        new._fill(values, model, True)
+        return new
 
     @property
     def model(self) -> StudiedBridge:

@@ -547,9 +547,8 @@ class SeesAttention(Watch):
 
     looked_at: Collection[Callable[..., Any]] | None = _OF_ATTENTION
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.by_hand = SoftmaxByHand()
+    #: What follows a softmax by hand, while one is under way.
+    by_hand: SoftmaxByHand | None = None
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a function of the module's: what is attention is told to the methods below."""
@@ -558,6 +557,7 @@ class SeesAttention(Watch):
         if func in SOFTMAXES:
             return self.softmax(func, args, kwargs)
         if may_be_step(func, args) and self.follows_steps:
+            self.by_hand = self.by_hand or SoftmaxByHand()
             return self.by_hand.step(func, args, kwargs, self.begins, self.ends)
         if func in PRODUCTS and len(args) == 2 and all(isinstance(x, Tensor) and x.ndim == 4 for x in args):
             query, key = args[0], args[1].transpose(-1, -2)
@@ -647,7 +647,7 @@ class AttentionRecorder(SeesAttention):
     def ends(self, scores: Tensor, pattern: Tensor) -> Tensor:
         """A softmax by hand has ended."""
         self._add(scores, pattern, self.products, fused=False)
-        self.products, self.by_hand = [], SoftmaxByHand()
+        self.products, self.by_hand = [], None
         return pattern.detach()
 
     def _add(self, scores: Tensor, pattern: Tensor, products: list[tuple[Tensor, Tensor]], *, fused: bool) -> None:

@@ -314,8 +314,7 @@ class _CallInProgram(ObservedAttentionCall):
     """One call of a tapped shell: the program listens to all of its points."""
 
     def __init__(self, tap: LoweredTap, call: Call) -> None:
-        super().__init__(tap.module, call)
-        self.tap, self.program_pass = tap, current(tap.here)
+        self.tap, self.module, self.call, self.program_pass = tap, tap.module, call, current(tap.here)
 
     @property
     def in_user_function(self) -> bool:

@@ -137,17 +137,18 @@ class ActivationRecorder:
         check: bool = True,
         everything: bool = False,
     ) -> None:
-        check_pos_slice(pos_slice)
+        if pos_slice is not None:
+            check_pos_slice(pos_slice)
         self.points = points
         self.pos_slice = pos_slice
-        self.device = torch.device(device) if device is not None else None
+        self.device = device
         self.gradients = gradients
         self.check = check
         self.everything = everything
         self.values: dict[str, Any] = {}
         self.versions: list[tuple[str, Tensor, int]] = []
         self._edges: dict[HookPoint, tuple[GradientEdge, Tensor]] = {}
-        self._copies = CopiesToHost()
+        self._copies = None if device is None else CopiesToDevice(torch.device(device))
 
     @contextmanager
     def attached(self, wiring: Wiring) -> Iterator[Scope]:
@@ -218,8 +219,8 @@ class ActivationRecorder:
         """Keeps what is asked for of an activation, where it is asked for."""
         value = act.detach() if isinstance(act, Tensor) and act.requires_grad else act
         value = picked_positions(value, self.pos_slice, hook)
-        if self.device is not None and value.device != self.device:
-            self.values[hook.name] = self._copies.copy(value, self.device)
+        if self._copies is not None and value.device != self._copies.device:
+            self.values[hook.name] = self._copies.copy(value)
         else:
             self._keep(value, hook)
 
@@ -248,9 +249,7 @@ class ActivationRecorder:
         for (hook, (_, act)), gradient in zip(edges, gradients, strict=True):
             gradient = torch.zeros_like(act) if gradient is None else gradient
             gradient = picked_positions(gradient, self.pos_slice, hook)
-            self.values[f"{hook.name}_grad"] = (
-                gradient if self.device is None else self._copies.copy(gradient, self.device)
-            )
+            self.values[f"{hook.name}_grad"] = gradient if self._copies is None else self._copies.copy(gradient)
 
     def finish(self, explicit: bool) -> dict[str, Any]:
         """The activations, by canonical name; some of them a `Deferred`.
@@ -261,7 +260,8 @@ class ActivationRecorder:
         Raises:
             RuntimeError: one is not; or one was changed in place after it was recorded.
         """
-        self._copies.wait()
+        if self._copies is not None:
+            self._copies.wait()
         if explicit and self.check:
             missing = [hook.name for hook in self.points if hook.name not in self.values]
             if missing:
@@ -301,32 +301,32 @@ def watching(
     def read(act: Tensor, hook: HookPoint) -> None:
         callback(act.detach() if act.requires_grad else act, hook)
 
-    with _listening(wiring, points, Listener("read", read, scope)), of_the_next_run(scope):
-        yield
-
-
-@contextmanager
-def _listening(wiring: Wiring, points: Sequence[HookPoint], listener: Listener) -> Iterator[None]:
+    listener = Listener("read", read, scope)
     wiring.listen(points, listener)
     try:
-        yield
+        with of_the_next_run(scope):
+            yield
     finally:
         wiring.stop_listening(points, listener)
 
 
-class CopiesToHost:
-    """Copies tensors to another device while the model goes on: from an accelerator into pinned memory of the host.
+class CopiesToDevice:
+    """Copies tensors to a device while the model goes on: from an accelerator into pinned memory of the host.
 
     Nothing may read them before `wait`.
+
+    Args:
+        device: the device.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._devices: set[torch.device] = set()
 
-    def copy(self, x: Tensor, device: torch.device) -> Tensor:
-        """A copy on a device; on the host it is complete after `wait`."""
-        if x.device.type != "cuda" or device.type != "cpu":
-            return x.to(device, non_blocking=True)
+    def copy(self, x: Tensor) -> Tensor:
+        """A copy there; on the host it is complete after `wait`."""
+        if x.device.type != "cuda" or self.device.type != "cpu":
+            return x.to(self.device, non_blocking=True)
         self._devices.add(x.device)
         return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
 

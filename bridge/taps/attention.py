@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.hooks import RemovableHandle
 from transformers import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from adapters.linear import materialized
 from adapters.observe.observe import SOFTMAXES, SeesAttention
@@ -27,7 +28,7 @@ from bridge.hooks.hooks import HookPoint
 from bridge.taps.attention_call import (
     AttentionCall,
     DeferredAttention,
-    KernelTap,
+    PatchedKernel,
     autocasts,
     implementation_of,
     is_looked_up,
@@ -35,7 +36,7 @@ from bridge.taps.attention_call import (
     watched_kernel,
     with_heads,
 )
-from bridge.taps.taps import RunCall, Tap, TappedCall, noop_hook
+from bridge.taps.taps import LOCK, RunCall, Tap, TappedCall, noop_hook
 
 _PRODUCT = ("q", "k")
 _INSIDE = ("scores", "pattern")
@@ -46,7 +47,8 @@ class AttentionTap(Tap):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self._kernel = KernelTap()
+        self._kernel: PatchedKernel | None = None
+        self._unpatch: Callable[[], object] = lambda: None
         self._slow: RemovableHandle | None = None
 
     def watched(self, *args: Any, **kwargs: Any) -> Any:
@@ -55,18 +57,35 @@ class AttentionTap(Tap):
         implementation = implementation_of(self.module)
         if implementation is not None and is_looked_up(type(self.module).forward, implementation):
             # Only the call of the kernel is watched: the mode sees every torch function.
-            self._kernel.install(implementation)
+            self._patch_kernel(implementation)
             try:
                 with watched_kernel(self.module, watch, watch.before_opaque):
                     output = self.original(*args, **kwargs)
             finally:
                 if not (self.points or self.opened):  # the last hook was removed meanwhile
-                    self._kernel.uninstall()
+                    self._leave_kernel()
         else:
             with watch:
                 output = self.original(*args, **kwargs)
         watch.check()
         return output
+
+    def _patch_kernel(self, implementation: str) -> None:
+        """Sees to it that the kernel can be watched, as long as the tap stands: it is not made anew for each call."""
+        if self._kernel is ALL_ATTENTION_FUNCTIONS[implementation]:
+            return
+        with LOCK:
+            if self._kernel is ALL_ATTENTION_FUNCTIONS[implementation]:
+                return  # another thread was quicker
+            self._leave_kernel()
+            self._kernel = PatchedKernel.install(ALL_ATTENTION_FUNCTIONS, implementation)
+            self._unpatch = self._kernel.uninstalled_with(self)
+
+    def _leave_kernel(self) -> None:
+        if self._kernel is not None:
+            with LOCK:
+                self._kernel = None
+                self._unpatch()
 
     def _install(self) -> None:
         super()._install()
@@ -76,7 +95,7 @@ class AttentionTap(Tap):
 
     def _uninstall(self) -> None:
         super()._uninstall()
-        self._kernel.uninstall()
+        self._leave_kernel()
         if self._slow is not None:
             self._slow.remove()
             self._slow = None

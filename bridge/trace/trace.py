@@ -193,7 +193,8 @@ class Trace(InStep, Access):
     def _begin(self, coroutine: Coroutine) -> None:
         refuse_checkpointing(self.bridge)
         self._begun_in = CURRENT.get()
-        self.stops.listen_to_captured()
+        if self.stops.captured:
+            self.stops.listen_to_captured()
         coroutine.run_in_context(self._get_ready)  # what can be refused is refused here
         self._show(self.bridge.names, self)
 

@@ -27,7 +27,7 @@ from bridge.sharing import SharedTensor
 
 
 class OwnedHook(NamedTuple):
-    """A hook, for those who add and remove hundreds in each run.
+    """A hook of ours at one module.
 
     Attributes:
         owner: the identity of who adds it.
@@ -67,46 +67,6 @@ def remove_all(modules: Iterable[nn.Module], hooks: Iterable[OwnedHook]) -> None
             module._forward_pre_hooks_with_kwargs.pop(owner, None)
         else:
             module._forward_hooks.pop(owner, None)
-
-
-def add_pre_hook(module: nn.Module, owner: object, hook: Callable[..., Any]) -> None:
-    """Adds a forward pre-hook that is given keyword arguments too.
-
-    Args:
-        module: the module.
-        owner: who adds it: each adds one of a kind to a module.
-        hook: the hook.
-    """
-    module._forward_pre_hooks_with_kwargs[id(owner)] = True
-    module._forward_pre_hooks[id(owner)] = hook
-
-
-def add_forward_hook(module: nn.Module, owner: object, hook: Callable[..., Any]) -> None:
-    """Adds a forward hook.
-
-    Args:
-        module, owner, hook: as for `add_pre_hook`.
-    """
-    module._forward_hooks[id(owner)] = hook
-
-
-def remove_pre_hook(module: nn.Module, owner: object) -> None:
-    """Removes the forward pre-hook that an owner added, if it is there.
-
-    Args:
-        module, owner: as for `add_pre_hook`.
-    """
-    module._forward_pre_hooks.pop(id(owner), None)
-    module._forward_pre_hooks_with_kwargs.pop(id(owner), None)
-
-
-def remove_forward_hook(module: nn.Module, owner: object) -> None:
-    """Removes the forward hook that an owner added, if it is there.
-
-    Args:
-        module, owner: as for `add_pre_hook`.
-    """
-    module._forward_hooks.pop(id(owner), None)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -280,21 +240,24 @@ class SiteHook(SiteHandler, SourceSite, NotCopied):
             self._last_writer = -1
             self.update()
 
+    def watch(self, by: int) -> None:
+        """One more (or less) who needs the tensor elsewhere."""
+        self.watchers += by
+        self.update()
+
     def update(self) -> None:
         """Attaches or detaches the torch hook, as it is needed now."""
+        before = self.site.kind == "input"
+        hooks = (OwnedHook(id(self), self.on_input if before else self.on_output, before),)
         if not (self.points or self.watchers or self.readers):
             if self.attached_to is not None:
-                remove = remove_pre_hook if self.site.kind == "input" else remove_forward_hook
-                remove(self.attached_to, self)
+                remove_all((self.attached_to,), hooks)
                 del self._attached[self]
             self.attached_to = None
         elif self.attached_to is None and self._find is not None:
             module = self.attached_to = self._find.module
             self._attached[self] = None
-            if self.site.kind == "input":
-                add_pre_hook(module, self, self.on_input)
-            else:
-                add_forward_hook(module, self, self.on_output)
+            add_all((module,), hooks)
 
     @property
     def is_in_place(self) -> bool:
@@ -439,8 +402,6 @@ class CallCounter(NotCopied):
 
     def change(self, by: int) -> None:
         """One more (or less) who needs to know."""
-        if not self.modules:
-            return
         before, self._users = self._users, self._users + by
         if not before and self._users:
             assert self._core is not None
