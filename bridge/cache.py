@@ -80,7 +80,7 @@ def _alone(value: Tensor) -> Tensor:
 
 
 class ActivationCache(ResidualMethods):
-    """The activations of one run.
+    """The activations of one run, by any name of their hook points.
 
     Keys are canonical hook names; aliases and short forms are accepted: ``cache["q", 3]``, ``cache["embed"]``,
     ``cache["resid_post", -1]``, ``cache["scale", 0, "ln1"]`` (see `act_name`).
