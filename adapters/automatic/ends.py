@@ -15,7 +15,7 @@ from adapters.automatic.blocks import power_between
 from adapters.automatic.norms import function_norm, norm_kind, relative, rounded
 from adapters.config import config_of
 from adapters.inputs import Given
-from adapters.norms import Norm, normalized
+from adapters.norms import Norm
 from adapters.observe.observe import BorderTensor, ModuleCall, Recording, elements_of, mark, tightest
 from adapters.observe.recognised import FITTED, NEGLIGIBLE, agree, worked_out
 from adapters.points import base_path, token_embedding
@@ -524,7 +524,7 @@ class End:
         if on_stream or self.unembed.entered is None:
             return last, None
         kind = function_norm(last, self.unembed.entered.value)
-        return (last, None) if kind is None else (normalized(kind, last), Norm("", kind))
+        return (last, None) if kind is None else (kind.of(last), Norm("", kind))
 
     def heads(self, normed: Tensor) -> tuple[Head, ...]:
         """What is between the final norm and the output layer, where that does not read the norm.

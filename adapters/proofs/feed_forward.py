@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +21,12 @@ from adapters.feed_forward import (
     router_matrix,
     sparsemixer_topk,
 )
-from adapters.linear import materialized
-from adapters.norms import Norm, NormKind, NormScale, apply_weight_and_bias
+from adapters.norms import Norm, NormKind, NormScale
 from adapters.observe.observe import product
-from adapters.observe.recognised import probe, recognise_module, results_by_token, weights_in_sum
+from adapters.observe.recognised import probed, recognise_module, results_by_token, same_rows, weights_in_sum
 from adapters.points import join, module_at
 from adapters.proofs.evidence import Evidence, Findings, Hook, LayerStep, like
-from adapters.views import Call, Composed, View
+from adapters.views import Composed, View
 
 GATED = "act(pre) = post, with a gate act(pre) * pre_linear = post"
 CHOICE = "experts are chosen and weighted as declared, and their weighted results are what a mixture returns"
@@ -350,58 +350,44 @@ def _scale(view: View) -> NormScale | None:
 
 
 def _norm(evidence: Evidence, findings: Findings, name: str, hook: Hook, view: NormScale) -> None:
-    path = hook.point.sources[0].path if view.shared else hook.point.site.path
+    path, kind = hook.point.sources[0].path if view.shared else hook.point.site.path, view.kind
     call = evidence.call(path)
     if call is None or call.input is None:
         findings.holds(CLAIM, name, False, f"{path} did not run")
         return
-    outer = call.module
-    if view.kind.gate:
-        inner, gate = evidence.call(path, view.kind.inner), evidence.call(path, view.kind.gate)
-        if inner is None or inner.input is None or inner.result is None or gate is None or gate.result is None:
-            findings.holds(CLAIM, name, False, f"{view.kind.inner} and {view.kind.gate} of {path} did not both run")
-            return
-        findings.equal(CLAIM, f"{name}.(norm)", inner.input, call.input)
-        findings.equal(CLAIM, f"{name}.(gate)", gate.input, inner.result)
-        by = evidence.get(f"{name}.hook_gate")
-        by = gate.result if by is None else by
-        findings.equal(CLAIM, f"{name}.hook_out", call.result, inner.result * by.sigmoid())
-        call = inner
-    assert call.input is not None
-    if view.kind.of_each and call.result is not None:
-        around = view.centered(call.input) / view.scale(Call(call.module, (call.input,), {}))
-        made = apply_weight_and_bias(view.kind, call.module, around, call.result.dtype)
-        findings.equal(CLAIM, f"{name}.(each head's)", call.result, made)
-    for module in view.kind.parts(call.module) if view.kind.of_each else (call.module,):
-        _computes(findings, name, path, view, outer, module, call.input)
+    if kind.of_each:
+        findings.equal(CLAIM, f"{name}.(each head's)", call.result, kind.of(call.input, call.module))
+    one = replace(kind, inside=None) if kind.of_each else kind
+    for module in kind.parts(call.module) if kind.of_each else (call.module,):
+        _computes(findings, name, path, one, module, call.input)
 
 
-def _computes(
-    findings: Findings, name: str, path: str, view: NormScale, outer: nn.Module, module: nn.Module, entered: Tensor
-) -> None:
-    """What a norm's module makes of rows that tell kinds apart."""
-    width = entered.shape[-1]
-    held = {key: materialized(module, key) for key in ("weight", "bias")}
-    parameters = {key: value if isinstance(value, Tensor) else None for key, value in held.items()}
-    found = recognise_module(module, width, entered, **parameters, tolerance=findings.tolerance)
-    if found is None:
+def _computes(findings: Findings, name: str, path: str, kind: NormKind, module: nn.Module, entered: Tensor) -> None:
+    """A norm's module makes of rows that tell kinds and epsilons apart what is declared."""
+    rows = probed(module, entered.shape[-1], entered)
+    if rows is None:
         findings.holds(CLAIM, name, False, f"{path} computes no norm that is known")
         return
-    declared = view.kind
-    seen = f"{path} computes {_kind(NormKind(found.computes, found.offset))}, and {_kind(declared)} is declared"
-    offset = declared.offset if parameters["weight"] is not None else found.offset
-    if not findings.holds(CLAIM, name, (found.centered, found.offset) == (declared.centered, offset), seen):
+    x, seen = rows
+    made = kind.of(x, module)
+    if not same_rows(made, seen, findings.tolerance):
+        findings.holds(CLAIM, name, False, f"{path} computes {_seen(findings, kind, module, entered)}")
         return
-    # The epsilon of the hook point: what it makes of a row that is nearly zero.
-    rows = probe(width, torch.zeros((), dtype=torch.float64, device=entered.device), sizes=(1e-3, 1e-3))
-    scale = view.scale(Call(outer, (rows,), {}, ((outer, rows),)))
-    square = rows.var(-1, correction=0) if declared.centered else rows.pow(2).mean(-1)
-    eps = float((scale.squeeze(-1).double() ** 2 - square).mean())
-    if found.eps is None:
+    findings.holds(CLAIM, name, True)
+    if same_rows(replace(kind, eps=0.0).of(x, module), made, findings.tolerance):
         findings.inconclusive(CLAIM, "epsilons, where they are too small to be seen")
-        return
-    close = abs(eps - found.eps) <= max(100 * findings.tolerance, 1e-3) * found.eps
-    findings.holds(CLAIM, name, close, f"{path} has an epsilon of {found.eps:.3g}, and {eps:.3g} is declared")
+
+
+def _seen(findings: Findings, declared: NormKind, module: nn.Module, entered: Tensor) -> str:
+    """What a module computes instead of what is declared."""
+    own = declared.normalizer(module)
+    found = recognise_module(own, entered.shape[-1], entered, tolerance=findings.tolerance)
+    if found is None:
+        return "no norm that is known"
+    names = _kind(found), _kind(declared)
+    epsilons = f" with the epsilon {found.eps or 0:.3g}", f" with {declared.epsilon(module):.3g}"
+    what, instead = (f"{name}{eps}" for name, eps in zip(names, epsilons, strict=True)) if len({*names}) < 2 else names
+    return f"{what}, and {instead} is declared"
 
 
 def _kind(kind: NormKind) -> str:

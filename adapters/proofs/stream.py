@@ -12,7 +12,7 @@ from adapters.attention import Attention
 from adapters.building import more_embed_name
 from adapters.feed_forward import MLP, MoE
 from adapters.inputs import others_of, unchanged
-from adapters.norms import Norm, normalized
+from adapters.norms import Norm
 from adapters.observe.observe import ModuleCall, Recorder
 from adapters.points import call_number, core_path, has_module, is_inside, join, module_at, module_path
 from adapters.proofs.evidence import Evidence, Findings, Hook, LayerStep, like
@@ -231,7 +231,7 @@ def prove_end(evidence: Evidence, findings: Findings, streams: Sequence[tuple[St
 def _normed(evidence: Evidence, findings: Findings, norm: Norm, stream: Tensor | None) -> Tensor | None:
     """What the final norm makes of the last stream."""
     if norm.kind.function:
-        return None if stream is None else normalized(norm.kind, stream)
+        return None if stream is None else norm.kind.of(stream)
     findings.equal(ENDS, norm.path, evidence.entered(evidence.base, norm.path), stream)
     return evidence.made(evidence.base, norm.path)
 

@@ -20,7 +20,7 @@ from transformers.generation.continuous_batching.input_outputs import Continuous
 from adapters.imports import check_batching
 from bridge.bases.bases import read_by
 from bridge.cache import ActivationCache
-from bridge.generation.options import Generates, check_generates, decode
+from bridge.generation.options import RunnableBridge, check_generates, decode
 from bridge.generation.packed import Edit, Packed, PackedHook, PackedRequest, TellsApart, check_tells_apart, together
 from bridge.hooks.arguments import check_positive, shown
 from bridge.hooks.context import CURRENT, ForwardPass, Generation, Listener, RunContext, Scope
@@ -164,7 +164,9 @@ class BatchOptions:
 
 
 def prompts_of(
-    bridge: Generates, prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor, bos: bool | None
+    bridge: RunnableBridge,
+    prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor,
+    bos: bool | None,
 ) -> list[list[int]]:
     """Prompts as tokens, without padding.
 
@@ -190,7 +192,7 @@ def prompts_of(
 
 
 def generate_batch(
-    bridge: Generates,
+    bridge: RunnableBridge,
     prompts: Sequence[Sequence[int]],
     interventions: Sequence[HookSpec],
     each: Sequence[Sequence[HookSpec]] | None,
@@ -237,7 +239,7 @@ def generate_batch(
 
 
 def _edits(
-    bridge: Generates, interventions: Sequence[HookSpec], each: Sequence[Sequence[HookSpec]] | None, requests: int
+    bridge: RunnableBridge, interventions: Sequence[HookSpec], each: Sequence[Sequence[HookSpec]] | None, requests: int
 ) -> dict[HookPoint, list[Edit]]:
     """The functions at each hook point: those that a run would call now, those of all requests, those of each."""
     if each is not None and len(each) != requests:
@@ -260,7 +262,7 @@ def _edits(
     return found
 
 
-def _cannot(bridge: Generates, prompt: Sequence[int], new: int) -> ValueError | None:
+def _cannot(bridge: RunnableBridge, prompt: Sequence[int], new: int) -> ValueError | None:
     """Why a prompt cannot be continued; None where it can."""
     if not prompt:
         return ValueError("the prompt has no tokens")
@@ -282,7 +284,7 @@ class _Batch:
 
     def __init__(
         self,
-        bridge: Generates,
+        bridge: RunnableBridge,
         requests: Sequence[PackedRequest],
         edits: Mapping[HookPoint, Sequence[Edit]],
         captured: Sequence[HookPoint],
@@ -511,7 +513,7 @@ def _answers(batch: _Batch, failed: Sequence[PackedRequest]) -> Iterator[Answer]
 
 
 def _answer(
-    bridge: Generates,
+    bridge: RunnableBridge,
     request: PackedRequest,
     tokens: Sequence[int],
     captured: Sequence[HookPoint],

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from sys import getrefcount
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +25,14 @@ from bridge.hooks.context import (
     NamedPoint,
     Pass,
     PassMemory,
+    Scope,
     SourceSite,
     in_context,
     refuse_older_checkpointing,
     refuse_unknown_recomputation,
 )
+
+__all__ = ["HookPoint"]
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What a user's function made of an activation, and whether it can take the activation's place.
@@ -224,26 +229,75 @@ def keep_gradients_of_all(given: Tensor, shown: list[Tensor]) -> None:
 T = TypeVar("T")
 
 
-class AttachesListeners(Protocol):
-    """What attaches listeners to hook points, and detaches them."""
+class AttachesListeners:
+    """Attaches listeners to hook points, and detaches them: one by one, or all those of a scope.
+
+    As it is, it serves hook points that belong to no model: calling one is what runs its hooks.
+
+    Attributes:
+        changes: how often a hook was added or removed that every run sees.
+        lock: held while hooks come and go.
+    """
+
+    def __init__(self) -> None:
+        self.changes = 0
+        self.lock = threading.RLock()
 
     def add(self, point: HookPoint, listener: Listener, prepend: bool = False) -> None:
         """Attaches a listener."""
+        point.add_listener(listener, prepend)
 
-    def remove(self, point: HookPoint, gone: tuple[Listener, ...]) -> None:
-        """Removes listeners."""
+    def remove(self, point: HookPoint, gone: Iterable[Listener]) -> None:
+        """Removes listeners. Those that are not there are ignored."""
+        left = set(gone)
+        point.keep_listeners(listener for listener in point.listeners if listener not in left)
 
     def compared(self, make: Callable[[], T], given: Tensor, point: HookPoint) -> T:
         """What a function makes of a gradient, if processes that share the model make the same of it."""
+        return make()
+
+    def attach_members(self, members: Iterable[tuple[HookPoint, Listener]], scope: Scope) -> None:
+        """Attaches listeners that belong to a scope."""
+        scope.members.extend(members)
+        self.attach_scope(scope)
+
+    def attach_scope(self, scope: Scope) -> None:
+        """Attaches the hooks of a scope, if they are not attached already."""
+        with self.lock:
+            scope.users += 1
+            if scope.users > 1:
+                return
+            try:
+                for point, listener in scope.members:
+                    assert isinstance(point, HookPoint)
+                    if listener not in point.listeners:
+                        self.add(point, listener)
+            except BaseException:
+                self.detach_scope(scope)
+                raise
+
+    def detach_scope(self, scope: Scope) -> None:
+        """The reverse of `attach_scope`, once nobody needs them any more."""
+        with self.lock:
+            scope.users -= 1
+            if not scope.users:
+                gone = defaultdict[NamedPoint, list[Listener]](list)
+                for point, listener in scope.members:
+                    gone[point].append(listener)
+                for point, listeners in gone.items():
+                    assert isinstance(point, HookPoint)
+                    self.remove(point, listeners)
+                if not scope.recomputed:
+                    scope.members.clear()  # each holds the scope: the user's functions would live until a collection
 
 
-class Attachment:
-    """A listener at its hook point.
+class Handle:
+    """Takes back what one `add_hook` added.
 
     Args:
         hook: the hook point.
-        listener: the listener.
-        attaches: attaches and removes it.
+        listener: what is there.
+        attaches: removes it.
 
     Attributes:
         hook, listener: likewise.
@@ -252,22 +306,9 @@ class Attachment:
     def __init__(self, hook: HookPoint, listener: Listener, attaches: AttachesListeners) -> None:
         self.hook, self.listener, self._attaches = hook, listener, attaches
 
-    def attach(self) -> None:
-        """Attaches it, if it is not attached already."""
-        if self.listener not in self.hook.listeners:
-            self._attaches.add(self.hook, self.listener)
-
     def remove(self) -> None:
         """Removes it. Doing it twice does nothing."""
         self._attaches.remove(self.hook, (self.listener,))
-
-
-class Handle(Attachment):
-    """Takes back what one `add_hook` added.
-
-    Attributes:
-        hook: the hook point.
-    """
 
     @property
     def id(self) -> int:
@@ -302,7 +343,7 @@ class Handle(Attachment):
         self.remove()
 
 
-class HookPoint:
+class HookPoint(NamedPoint):
     """A place where an activation can be read and changed.
 
     Attributes:
@@ -316,7 +357,7 @@ class HookPoint:
 
     one_tensor: ClassVar[bool] = False
 
-    __slots__ = ("_attaches", "_path", "ctx", "listeners", "name", "order", "point", "sources", "view")
+    __slots__ = ("_attaches", "_path", "ctx", "listeners", "order", "sources", "view")
 
     def __init__(self, point: Point, order: int, attaches: AttachesListeners) -> None:
         self.name = point.name

@@ -17,8 +17,8 @@ from adapters.views import Kwargs
 from bridge import export as exporting
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import suggestion
-from bridge.programs.compiled import CompiledRun, Run, generating
-from bridge.programs.lower import Lowered, lower, written
+from bridge.programs.compiled import CompiledRun, Run, generating_model
+from bridge.programs.lower import Lowered, as_written, lower
 from bridge.programs.program_pass import AnyFunction, ProgramPass
 from bridge.run.inputs import RunnableBridge, places_among_tokens, places_of
 from bridge.taps.attention import AttentionWatch
@@ -146,7 +146,7 @@ class Program(nn.Module):
         self._has_decoder = bool(self._config.is_encoder_decoder)
         paths = () if self._has_decoder else bridge.block_paths  # T5's hand on what they are given, which torch refuses
         self._blocks = [
-            self.model.get_submodule(path.removeprefix(written(bridge.original_model)[1])) for path in paths
+            self.model.get_submodule(path.removeprefix(as_written(bridge.original_model)[1])) for path in paths
         ]
         self._starts_with = getattr(self._config, "decoder_start_token_id", None) if self._has_decoder else 0
         self._chooses = self.lowered.chooses_tokens
@@ -374,7 +374,7 @@ class Program(nn.Module):
             )
         if not hasattr(self.lowered.here, "program_pass"):
             self.lowered.here.program_pass = None
-        return generating(self.core, self._run, checked_inputs(self.inputs, inputs))
+        return generating_model(self.core, self._run, checked_inputs(self.inputs, inputs))
 
     def compile(self, **options: Any) -> Program:  # type: ignore[override]
         """The same program, through `torch.compile`: one graph, for any number of rows and positions.
@@ -400,7 +400,7 @@ class Program(nn.Module):
         other.__dict__ = self.__dict__.copy()
         other.__dict__["_modules"] = dict(self._modules)
         other.compiled = True
-        other._run = CompiledRun(other, self._wiring, self._blocks, options)
+        other._run = CompiledRun(other.run_lowered, self.lowered, self._wiring, self._blocks, options)
         return other
 
     def export(

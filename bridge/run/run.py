@@ -103,7 +103,7 @@ def hooked(
             with bridge.wiring.scoped(members, scope):
                 yield
         else:
-            add_all(bridge, [(hook, Listener(kind, fn)) for hook, fn, kind, _ in chosen])
+            add_hooks(bridge, [(hook, Listener(kind, fn)) for hook, fn, kind, _ in chosen])
             yield
     finally:
         if clear_contexts:
@@ -169,7 +169,7 @@ def check_specs(argument: str, specs: Sequence[HookSpec]) -> None:
             raise TypeError(f"{argument}[{index}] is {spec!r}: the hook point comes first, then the function")
 
 
-def add_all(bridge: RunnableBridge, members: Sequence[tuple[HookPoint, Listener]]) -> None:
+def add_hooks(bridge: RunnableBridge, members: Sequence[tuple[HookPoint, Listener]]) -> None:
     """Adds hooks that stay: all of them, or none where one is refused."""
     added: list[tuple[HookPoint, Listener]] = []
     try:

@@ -10,8 +10,8 @@ Kernels that are no torch functions are reached through transformers' `Attention
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import Cache
 
 from adapters.linear import materialized
-from adapters.observe.observe import FLAT_PRODUCT, PRODUCTS, SOFTMAXES, STEPS, SoftmaxByHand, may_be_step
-from adapters.spread import Cut
+from adapters.observe.observe import SOFTMAXES, SeesAttention
 from adapters.views import Args, Call, Kwargs
 from adapters.views.attention import KernelArguments
 from bridge.hooks.hooks import HookPoint
@@ -36,12 +35,10 @@ from bridge.taps.attention_call import (
     watched_kernel,
     with_heads,
 )
-from bridge.taps.tap import RunCall, Tap, TappedCall, Watch, noop_hook
+from bridge.taps.tap import RunCall, Tap, TappedCall, noop_hook
 
 _PRODUCT = ("q", "k")
 _INSIDE = ("scores", "pattern")
-#: What attention is recognised by: all other functions of a module go by.
-_LOOKED_AT: set[Any] = {scaled_dot_product_attention, *SOFTMAXES, *PRODUCTS, FLAT_PRODUCT, *STEPS}
 
 
 class AttentionTap(Tap):
@@ -86,14 +83,15 @@ class AttentionTap(Tap):
             self._slow = None
 
 
-class ObservedAttentionCall(TappedCall, Protocol):
+class ObservedAttentionCall(TappedCall):
     """One call of an attention module, in a run or in a program."""
 
     def is_read_only(self, attention: AttentionCall) -> bool:
         """Whether nobody changes scores or pattern; then they have been shown, or what will compute them."""
+        raise NotImplementedError
 
 
-class AttentionWatch(Watch):
+class AttentionWatch(SeesAttention):
     """Shows what one call of an attention module computes. Its channels are ``q``, ``k``, ``scores`` and ``pattern``.
 
     Args:
@@ -101,16 +99,17 @@ class AttentionWatch(Watch):
         kernel_alone: only the kernel is looked at: a softmax or a product elsewhere in the module is another one.
     """
 
-    shown: ObservedAttentionCall
-    looked_at: Collection[Callable[..., Any]] | None = _LOOKED_AT
-
     def __init__(self, shown: ObservedAttentionCall, kernel_alone: bool = False) -> None:
-        super().__init__(shown)
+        super().__init__()
+        self.shown = shown
         self._kernel_alone = kernel_alone
         self._products_seen = self._inside_seen = False
         self._begun = False  # a softmax by hand was given the scores
-        self._by_hand: SoftmaxByHand | None = None
         self._went_by = False  # a kernel, or a softmax, while nobody listened
+
+    @property
+    def in_user_function(self) -> bool:
+        return self.shown.in_user_function
 
     @property
     def _products(self) -> bool:
@@ -122,28 +121,17 @@ class AttentionWatch(Watch):
         """Somebody waits for scores or pattern."""
         return not self._inside_seen and bool(self.shown.active_points(_INSIDE))
 
+    @property
+    def follows_steps(self) -> bool:
+        return self._begun or self._inside
+
     def call(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Calls a function of the module's, and shows its arguments and its result."""
-        if (func is scaled_dot_product_attention or func in SOFTMAXES) and not (self._inside or self._products):
+        kernel = func is scaled_dot_product_attention
+        if (kernel or func in SOFTMAXES) and not (self._inside or self._products):
             self._went_by = True
-            return func(*args, **kwargs)
-        if func is scaled_dot_product_attention:
-            return self.scaled_dot_product(func, KernelArguments(*args, **kwargs))
-        if self._kernel_alone:
-            return func(*args, **kwargs)
-        if func in SOFTMAXES and self._inside:
-            return self._softmax(func, args, kwargs)
-        if may_be_step(func, args) and (self._inside or self._begun):
-            self._by_hand = self._by_hand or SoftmaxByHand()
-            return self._by_hand.step(func, args, kwargs, self._begins, self._ends)
-        if func in PRODUCTS and _are_heads(args) and self._products:
-            query, key = self._rotated(args[0], args[1].transpose(-1, -2))
-            return func(query, key.transpose(-1, -2), **kwargs)
-        if func is FLAT_PRODUCT and len(args) == 3 and self._products:
-            added, query, key = args
-            n = self._n_heads(query)
-            query, key = self._rotated(query.unflatten(0, (-1, n)), key.transpose(-1, -2).unflatten(0, (-1, n)))
-            return func(added, query.flatten(0, 1), key.transpose(-1, -2).flatten(0, 1), **kwargs)
+        elif kernel or not self._kernel_alone:
+            return super().call(func, args, kwargs)
         return func(*args, **kwargs)
 
     def check(self) -> None:
@@ -173,19 +161,24 @@ class AttentionWatch(Watch):
         names = ", ".join(dict.fromkeys(point.name.rpartition(".")[2] for point in active))
         warnings.warn(f"the cache leaves out {names} of such layers: {reason}; {cure}", stacklevel=2)
 
-    def _softmax(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Tensor:
+    def softmax(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+        """Shows scores and pattern."""
+        if not self._inside:
+            return func(*args, **kwargs)
         self._inside_seen = True
         scores, args = (args[0], args[1:]) if args else (kwargs.pop("input"), args)
         new = self.shown.show("scores", scores)
         return self.shown.show("pattern", softmax_of(new, scores, lambda x: func(x, *args, **kwargs)))
 
-    def _begins(self, scores: Tensor) -> Tensor:
+    def begins(self, scores: Tensor) -> Tensor:
+        """Shows the scores."""
         if self._inside_seen:
             return scores
         self._begun = self._inside_seen = True
         return self.shown.show("scores", scores)
 
-    def _ends(self, scores: Tensor, pattern: Tensor) -> Tensor:
+    def ends(self, scores: Tensor, pattern: Tensor) -> Tensor:
+        """Shows the pattern."""
         if not self._begun:
             return pattern
         self._begun = False
@@ -199,7 +192,7 @@ class AttentionWatch(Watch):
             given: what it was called with.
         """
         if self._products:
-            given = given.with_products(*self._rotated(given.query, given.key))
+            given = given.with_products(*self.product(given.query, given.key))
         if not self._inside:
             return given.of(kernel)
         return self._attend(AttentionCall.of_torch(given, self._n_heads(given.query)), lambda: given.of(kernel))
@@ -211,8 +204,7 @@ class AttentionWatch(Watch):
             attention: what it was called with.
             run: calls it with queries and keys.
         """
-        if self._products:
-            attention.query, attention.key = self._rotated(attention.query, attention.key)
+        attention.query, attention.key = self.product(attention.query, attention.key)
         attention.n_heads = self._n_heads(attention.query)
         return self._attend(attention, lambda: run(attention.query, attention.key))
 
@@ -224,10 +216,16 @@ class AttentionWatch(Watch):
                     return point.point.n_heads // self.shown.parts
         return query.shape[1]
 
-    def _rotated(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    def product(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Shows queries and keys, and returns what is made of them, with the heads as they were given."""
+        if not self._products:
+            return query, key
         self._products_seen = True
         return self._with_heads("q", query), self._with_heads("k", key)
+
+    def flat_heads(self, query: Tensor) -> tuple[int, int] | None:
+        """The heads are known, and the batches are the rest."""
+        return (-1, self._n_heads(query)) if self._products else None
 
     def _with_heads(self, channel: str, x: Tensor) -> Tensor:
         points = self.shown.points(channel)
@@ -255,7 +253,7 @@ def show_scores_and_pattern(shown: TappedCall, attention: AttentionCall) -> Tens
     return shown.show("pattern", softmax_of(new, scores, attention.pattern), private=True)
 
 
-class _CallInRun(RunCall):
+class _CallInRun(RunCall, ObservedAttentionCall):
     """One call of an attention module in a run."""
 
     tap: AttentionTap
@@ -310,24 +308,11 @@ class _CallOverProcesses(_CallInRun):
 
     def __init__(self, tap: AttentionTap, call: Call) -> None:
         super().__init__(tap, call)
+        self.cut = next(iter(tap.cuts.values()))  # heads are spread as on any channel
+        self.parts = self.cut.parts
         names = [name for point in self.active_points(_INSIDE) for name in point.view.parameters]
         for name in dict.fromkeys(names):  # put together before the module's forward, which sees its own part
             call.scratch[name] = materialized(tap.module, name)
 
-    @property
-    def cut(self) -> Cut:
-        """How heads are spread: as on any channel."""
-        return next(iter(self.tap.cuts.values()))
-
-    @property
-    def parts(self) -> int:
-        """Over how many processes the heads are spread."""
-        return self.cut.parts
-
     def _whole(self, attention: AttentionCall) -> AttentionCall:
         return attention.whole(self.cut)
-
-
-def _are_heads(args: Args) -> bool:
-    """Whether these are two tensors ``[batch, head, ...]``, as queries and keys are."""
-    return len(args) == 2 and all(isinstance(x, Tensor) and x.ndim == 4 for x in args)

@@ -32,7 +32,7 @@ from bridge.taps.tap import LOCK, PatchedFunction, calling_instead
 
 
 #: Which positions of an axis: as they are indexed with.
-Positions = slice | Tensor
+QueryPositions = slice | Tensor
 
 
 def additive_mask(
@@ -41,7 +41,7 @@ def additive_mask(
     key: Shaped[Tensor, "batch kv_head key_pos d_head"],
     mask: Any,
     options: Mapping[str, Any],
-    chosen: Positions | None = None,
+    chosen: QueryPositions | None = None,
 ) -> Tensor | None:
     """Which keys each query may see.
 
@@ -72,7 +72,7 @@ def additive_mask(
     return allowed
 
 
-def of_queries(x: Tensor, chosen: Positions | None) -> Tensor:
+def of_queries(x: Tensor, chosen: QueryPositions | None) -> Tensor:
     """The rows of some queries.
 
     Args:
@@ -85,7 +85,7 @@ def of_queries(x: Tensor, chosen: Positions | None) -> Tensor:
 def causal_mask(
     query: Shaped[Tensor, "batch head pos d_head"],
     key: Shaped[Tensor, "batch kv_head key_pos d_head"],
-    chosen: Positions | None = None,
+    chosen: QueryPositions | None = None,
     offset: int = 0,
     window: int | None = None,
 ) -> Shaped[Tensor, "chosen key_pos"]:
@@ -105,7 +105,7 @@ def causal_mask(
 
 
 def _causal(
-    query: Tensor, key: Tensor, options: Mapping[str, Any], chosen: Positions | None, last_aligned: bool
+    query: Tensor, key: Tensor, options: Mapping[str, Any], chosen: QueryPositions | None, last_aligned: bool
 ) -> Tensor | None:
     """Which keys each query may see where only "causal" was said; None: all of them.
 
@@ -145,7 +145,7 @@ class AttentionCall:
     dropout: float = 0.0
     kernel: str = ""
     options: dict[str, Any] = field(default_factory=dict)
-    chosen: Positions | None = None
+    chosen: QueryPositions | None = None
 
     @classmethod
     def of_torch(cls, given: KernelArguments, n_heads: int) -> AttentionCall:
@@ -165,7 +165,7 @@ class AttentionCall:
             query, key, key, mask, self.n_heads, self.scale, self.causal, 0.0, self.kernel, options
         )  # fmt: skip
 
-    def of_queries(self, chosen: Positions) -> AttentionCall:
+    def of_queries(self, chosen: QueryPositions) -> AttentionCall:
         """The same call, of some queries alone. (`dataclasses.replace` takes longer than a small product.)"""
         return AttentionCall(
             self.query, self.key, self.value, self.mask, self.n_heads, self.scale, self.causal, self.dropout,

@@ -20,7 +20,7 @@ from adapters.feed_forward import first_projection, gate_and_up, has_gate, joine
 from adapters.observe.observe import CHOICES, LINEAR_PRODUCTS
 from adapters.spread import Summed, SummedGradients
 from adapters.views import Args, Call, Kwargs
-from bridge.taps.tap import RunCall, Tap, TappedCall, Watch
+from bridge.taps.tap import CallWatch, RunCall, Tap, TappedCall
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Seeing each expert's projections while the module that holds all of them computes one after the other.
@@ -31,7 +31,7 @@ from bridge.taps.tap import RunCall, Tap, TappedCall, Watch
 SUMS = {torch.add, Tensor.add, Tensor.__add__}
 
 
-class ExpertsWatch(Watch):
+class ExpertsWatch(CallWatch):
     """Shows what enters and leaves each expert's projections while it is active, by `ExpertsTap`'s channels.
 
     Args:
@@ -150,7 +150,7 @@ def _which(weight: Any, everyone: Tensor, *, turned: bool = False) -> int | None
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class RouterWatch(Watch):
+class RouterWatch(CallWatch):
     """Shows what one call of a router computes that chooses experts by logits.
 
     Its channels are ``product``, what its matrix makes of its input, ``logits``, what the experts are chosen by, and
@@ -347,7 +347,7 @@ class BatchedExpertsTap(Tap):
             return self.original(*args, **kwargs)
 
 
-class _BatchesWatch(Watch):
+class _BatchesWatch(CallWatch):
     """Shows what enters and leaves the two products of all experts while it is active."""
 
     def __init__(self, tap: BatchedExpertsTap, call: Call) -> None:

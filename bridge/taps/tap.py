@@ -2,46 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import threading
-import types
 import weakref
-from collections.abc import Callable, Collection, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, Protocol, Self, cast
+from typing import Any, Self
 
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
+from adapters.observe.observe import Watch
 from adapters.points import call_number
 from adapters.spread import Cut
 from adapters.views import Args, Call, Kwargs
 from bridge.hooks.context import CURRENT, ForwardPass, Scope
 from bridge.hooks.hooks import HookPoint, agreed_part
+from bridge.hooks.modules import InForwardsPlace
 
 
 def noop_hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
     """A torch hook that does nothing: a module that has one takes notice of others that come while it runs."""
-
-
-class InForwardsPlace:
-    """What stands in a module's dictionary in the place of its class's forward.
-
-    Args:
-        module: the module.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    # A copy of the model that is made meanwhile has its class's forward.
-    def __reduce__(self) -> tuple[object, ...]:
-        return getattr, (self.module, "forward")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return types.MethodType(type(self.module).forward, copy.deepcopy(self.module, memo))
 
 
 class Tap(InForwardsPlace):
@@ -178,26 +159,35 @@ class Tap(InForwardsPlace):
         raise NotImplementedError
 
 
-class TappedCall(Protocol):
-    """One call of a tapped module, in a run or in a program."""
+class TappedCall:
+    """One call of a tapped module, in a run or in a program.
 
-    @property
-    def parts(self) -> int:
-        """Over how many processes the heads are spread."""
+    Args:
+        module: the module.
+        call: its call.
+
+    Attributes:
+        module, call: likewise.
+        parts: over how many processes the heads are spread.
+    """
+
+    parts = 1
+
+    def __init__(self, module: nn.Module, call: Call) -> None:
+        self.module, self.call = module, call
 
     @property
     def in_user_function(self) -> bool:
         """Whether a user's function is being called: what it computes is not the model's."""
-
-    @property
-    def module(self) -> nn.Module:
-        """The module."""
+        raise NotImplementedError
 
     def points(self, channel: str) -> Sequence[HookPoint]:
         """The hook points of a channel."""
+        raise NotImplementedError
 
     def active_points(self, channels: Sequence[str]) -> Sequence[HookPoint]:
         """The hook points on these channels to which somebody listens."""
+        raise NotImplementedError
 
     def show(self, channel: str, x: Tensor, private: bool = False) -> Tensor:
         """Shows a tensor to the hook points of a channel, and returns what they make of it.
@@ -207,9 +197,10 @@ class TappedCall(Protocol):
             x: the tensor.
             private: it was made for them: nobody else holds it.
         """
+        raise NotImplementedError
 
 
-class RunCall:
+class RunCall(TappedCall):
     """One call of a tapped module in a run.
 
     Args:
@@ -218,13 +209,9 @@ class RunCall:
     """
 
     def __init__(self, tap: Tap, call: Call) -> None:
-        self.tap, self.call, self.module = tap, call, tap.module
+        super().__init__(tap.module, call)
+        self.tap = tap
         self._run: ForwardPass | None = CURRENT.get().run
-
-    @property
-    def parts(self) -> int:
-        """Over how many processes the heads are spread."""
-        return 1
 
     @property
     def in_user_function(self) -> bool:
@@ -246,33 +233,20 @@ class RunCall:
         return self.tap.show(channel, x, call)
 
 
-class Watch(TorchFunctionMode):
-    """Sees the torch functions that a module calls while it runs, and not those of a user's hook inside it.
+class CallWatch(Watch):
+    """Shows what one call of a tapped module computes.
 
     Args:
-        shown: the call of the module.
+        shown: the call.
     """
-
-    #: The functions that `call` does something about; None: it is asked about all.
-    looked_at: Collection[Callable[..., Any]] | None = None
 
     def __init__(self, shown: TappedCall) -> None:
         super().__init__()
         self.shown = shown
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[object, ...] = (), kwargs: Kwargs | None = None
-    ) -> Any:
-        kwargs = {} if kwargs is None else kwargs
-        if func is Tensor.unflatten:  # torch.compile cannot call this one as a function
-            return cast(Tensor, args[0]).unflatten(*args[1:], **kwargs)
-        if (self.looked_at is not None and func not in self.looked_at) or self.shown.in_user_function:
-            return func(*args, **kwargs)
-        return self.call(func, args, kwargs)
-
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
-        """Calls a function of the module's, or does something else in its place."""
-        raise NotImplementedError
+    @property
+    def in_user_function(self) -> bool:
+        return self.shown.in_user_function
 
 
 # ----------------------------------------------------------------------------------------------------------------------

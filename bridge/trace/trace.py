@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Protocol, Self
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,12 @@ from adapters.inputs import takes
 from adapters.points import module_at
 from bridge.hooks.context import CURRENT, OpenTrace, Scope, closed, opened
 from bridge.hooks.hooks import HookPoint
-from bridge.run.inputs import Inputs, Request, check_arguments
-from bridge.run.layer_range import Given, bypassing
+from bridge.run.inputs import Inputs, Request, RunnableBridge, check_arguments
+from bridge.run.layer_range import GivenOutput, bypassing
 from bridge.run.run import PreparedPass, checked_layers, points_that_run, refuse_unreached_points
-from bridge.trace.access import Access, TraceableBridge
+from bridge.trace.access import Access
 from bridge.trace.coroutine import Coroutine, LateEditError, PointNeverCameError, PointPassedError
+from bridge.trace.edit import BodyActivations
 from bridge.trace.stops import ModelOrder, Stop, Stops
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -43,7 +44,7 @@ class InStep:
     #: Why it cannot be entered twice.
     once: str
 
-    def __init__(self, bridge: TraceableBridge, places: ModelOrder, captured: Sequence[HookPoint] = ()) -> None:
+    def __init__(self, bridge: RunnableBridge, places: ModelOrder, captured: Sequence[HookPoint] = ()) -> None:
         self.scope = Scope(of_one_run=True)
         self.stops = Stops(bridge.wiring, self.scope, places, captured)
         self._stack: ExitStack | None = None
@@ -134,24 +135,7 @@ def explain(error: BaseException, traceback: TracebackType | None) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class HasActivations(Protocol):
-    """A trace.
-
-    Attributes:
-        logits: ``[batch, pos, d_vocab]``.
-        tokens: ``[batch, pos]``.
-    """
-
-    @property
-    def logits(self) -> Tensor: ...
-    @property
-    def tokens(self) -> Tensor | None: ...
-    def __getitem__(self, name: str) -> Tensor: ...
-    def axes_of(self, name: str) -> list[str]:
-        """The names of the axes of an activation."""
-
-
-class Rows:
+class PromptRows(BodyActivations):
     """One prompt's part of every activation: a view of it, so that the model sees what is changed in it.
 
     Args:
@@ -161,7 +145,7 @@ class Rows:
         length: of all rows.
     """
 
-    def __init__(self, run: HasActivations, index: int, start: int, stop: int, length: int) -> None:
+    def __init__(self, run: Trace, index: int, start: int, stop: int, length: int) -> None:
         self._run, self._index = run, index
         self._start, self._stop, self._length = start, stop, length
 
@@ -212,7 +196,7 @@ class Trace(InStep, Access):
 
     def __init__(
         self,
-        bridge: TraceableBridge,
+        bridge: RunnableBridge,
         places: ModelOrder,
         asked: Request,
         capture: Sequence[str] = (),
@@ -230,7 +214,7 @@ class Trace(InStep, Access):
         self._is_ready = False
         self._output: Any = None
         self._inputs: Inputs | None = None
-        self._left_out: dict[str, Given] = {}
+        self._left_out: dict[str, GivenOutput] = {}
 
     # The block.
 
@@ -395,7 +379,7 @@ class Trace(InStep, Access):
             if inside and (hook in self.stops.captured or hook.has_visible_listeners):
                 raise ValueError(f"{path} cannot be skipped: {hook.name}, which is captured or has a hook, is in it")
         assert self._pass is not None
-        run, given = self._pass.run, Given(value)
+        run, given = self._pass.run, GivenOutput(value)
         self._left_out[path] = given
         self._until_the_end().enter_context(bypassing(run, [module], None, 1))
         run.entering[module] = given
@@ -419,7 +403,7 @@ class Trace(InStep, Access):
             "second]) as run: run.rows(0)[...] is the first one's part, run.rows(1)[...] the second's"
         )
 
-    def rows(self, index: int) -> Rows:
+    def rows(self, index: int) -> PromptRows:
         """One prompt of several: its part of every activation, without the padding of its row.
 
         Args:
@@ -436,7 +420,7 @@ class Trace(InStep, Access):
         start, stop = (0, length) if pieces is None else pieces[index]
         if start < 0:
             raise ValueError(f"the tokens of prompt {index} have padding between them, so it is no one piece")
-        return Rows(self, index, start, stop, length)
+        return PromptRows(self, index, start, stop, length)
 
     def _all_rows(self) -> tuple[int, int, list[tuple[int, int]] | None]:
         """How many prompts there are, their length, and where in it their own tokens stand; None: everywhere.
@@ -502,7 +486,7 @@ def _piece(mask: Tensor) -> tuple[int, int]:
     return places[0], places[-1] + 1
 
 
-def refuse_checkpointing(bridge: TraceableBridge) -> None:
+def refuse_checkpointing(bridge: RunnableBridge) -> None:
     """Refuses a run whose blocks backward would compute again, without the body of the trace.
 
     Raises:

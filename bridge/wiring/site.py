@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,9 @@ from adapters.linear import materialized
 from adapters.points import Site, call_number, core_path, module_path
 from adapters.spread import Alike, Layout
 from adapters.views import Args, Call, Kwargs
-from bridge.hooks.context import CURRENT, ForwardPass
+from bridge.hooks.context import CURRENT, ForwardPass, SourceSite
 from bridge.hooks.hooks import HookPoint, agreed_part
-from bridge.hooks.modules import Finder, argument, element_of, with_argument, with_element
+from bridge.hooks.modules import Finder, NotCopied, argument, element_of, with_argument, with_element
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Torch hooks without handles: to make one and to remove with it takes longer than most of our hooks do.
@@ -120,19 +120,6 @@ def remove_forward_hook(module: nn.Module, owner: object) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class CopyProvider(Protocol):
-    """What a site's torch hook offers here.
-
-    Attributes:
-        readers: the hook points that may be given a copy of their own.
-    """
-
-    readers: tuple[HookPoint, ...]
-
-    def update(self) -> None:
-        """Attaches or detaches the torch hook, as it is needed now."""
-
-
 def separate_readers(points: Iterable[HookPoint]) -> tuple[str, ...]:
     """The points that read this site one by one, when the present code asks for gradients here."""
     context = CURRENT.get()
@@ -169,7 +156,7 @@ class SeparateReading:
         reader: the reader.
     """
 
-    def __init__(self, claims: CopyProvider, reader: HookPoint) -> None:
+    def __init__(self, claims: SiteHook, reader: HookPoint) -> None:
         self._claims, self._reader = claims, reader
         claims.readers = (*claims.readers, reader)
         claims.update()
@@ -233,7 +220,7 @@ class SiteHandler:
         return None if new is x else with_element(output, place, new)
 
 
-class SiteHook(SiteHandler):
+class SiteHook(SiteHandler, SourceSite, NotCopied):
     """The torch hook on one site: there while somebody needs it.
 
     Args:
@@ -263,12 +250,8 @@ class SiteHook(SiteHandler):
         self.attached_to: nn.Module | None = None
         self._last_writer = -1
 
-    # A copy of a model that has hooks attached carries inert ones: hooks belong to one bridge.
-    def __reduce__(self) -> tuple[Any, ...]:
+    def left_in_copy(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return SiteHook, (self.site,)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SiteHook:
-        return SiteHook(self.site)
 
     @property
     def module(self) -> nn.Module | None:
@@ -457,7 +440,7 @@ def _whole(module: nn.Module) -> nn.Module:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class CallCounter:
+class CallCounter(NotCopied):
     """Counts, in each pass, the calls of modules that run several times.
 
     Nothing is attached for a model that has none, or while nobody may listen.
@@ -471,13 +454,6 @@ class CallCounter:
         self._core: Finder | None = None
         self._handles: list[RemovableHandle] = []
         self._users = 0
-
-    # A copy of a model that has hooks attached carries inert ones.
-    def __deepcopy__(self, memo: dict[int, object]) -> CallCounter:
-        return CallCounter()
-
-    def __reduce__(self) -> tuple[Callable[[], CallCounter], tuple[()]]:
-        return CallCounter, ()
 
     def add(self, root: nn.Module, paths: Iterable[str]) -> None:
         """Takes in the modules at paths that mean one of a module's calls."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import zlib
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -18,7 +17,7 @@ from adapters.points import Point, Site, base_path, core_path, has_module
 from adapters.spread import DifferentEditsError, Layout, Peers, number_of, refuse_context_parallel
 from adapters.views import Branch
 from bridge.hooks.context import CURRENT, Listener, Scope, open_scope
-from bridge.hooks.hooks import Attachment, HookPoint, LeaderEdit
+from bridge.hooks.hooks import AttachesListeners, HookPoint, LeaderEdit
 from bridge.hooks.modules import Finder, TokenEmbedding, check_places
 from bridge.taps.tap import Tap, noop_hook
 from bridge.taps.taps import TAPS, tap_on
@@ -104,7 +103,7 @@ def order_behind(points: dict[str, HookPoint], hook: HookPoint, behind: HookPoin
 T = TypeVar("T")
 
 
-class Wiring:
+class Wiring(AttachesListeners):
     """All hook points of one model, and the torch hooks that serve them.
 
     Args:
@@ -115,12 +114,10 @@ class Wiring:
 
     Attributes:
         points: the hook points by name, in the order of the computation.
-        changes: how often a hook was added or removed that every run sees.
         embedding: finds the token embeddings.
         calls: counts those of modules that run several times.
         spread: how the model is spread over processes, in words; empty where it is not.
         tapped: the kind of tap that stands on a module, by its path.
-        lock: held while hooks come and go.
     """
 
     def __init__(
@@ -130,19 +127,18 @@ class Wiring:
         make: type[HookPoint] = HookPoint,
         layout: Layout | None = None,
     ) -> None:
+        super().__init__()
         self._model = Finder(model, "")
         self.spread = "" if layout is None else layout.said
         self._layout = None if layout is None or layout.peers is None else layout
         self.points: dict[str, HookPoint] = {}
-        self.changes = 0
         self.tapped: dict[str, str] = {}
         self.calls = CallCounter()
-        self.lock = threading.RLock()
         self._sites: dict[Site, SiteHook] = {}
         self._attached: dict[SiteHook, None] = {}
         self._homes: dict[HookPoint, SiteHook | None] = {}
         self._taps: dict[HookPoint, Tap] = {}
-        self._following: dict[tuple[HookPoint, Scope | None], list[SeparateReading | Attachment]] = {}
+        self._following: dict[tuple[HookPoint, Scope | None], list[Callable[[], None]]] = {}
         self._siblings: dict[tuple[str, str], tuple[SiteHook, ...]] = {}
         self._finders: dict[str, Finder] = {}
         self._sources: dict[tuple[str, int], tuple[SiteHook, ...]] = {}
@@ -403,40 +399,6 @@ class Wiring:
         finally:
             self.detach_scope(scope)
 
-    def attach_members(self, members: Iterable[tuple[HookPoint, Listener]], scope: Scope) -> None:
-        """Attaches listeners that belong to a scope."""
-        scope.members.extend(Attachment(point, listener, self) for point, listener in members)
-        self.attach_scope(scope)
-
-    def attach_scope(self, scope: Scope) -> None:
-        """Attaches the hooks of a scope, if they are not attached already."""
-        with self.lock:
-            scope.users += 1
-            if scope.users > 1:
-                return
-            try:
-                for member in scope.members:
-                    member.attach()
-            except BaseException:
-                self.detach_scope(scope)
-                raise
-
-    def detach_scope(self, scope: Scope) -> None:
-        """The reverse of `attach_scope`, once nobody needs them any more."""
-        with self.lock:
-            scope.users -= 1
-            if not scope.users:
-                gone = defaultdict[HookPoint, list[Listener]](list)
-                for member in scope.members:
-                    if isinstance(member, Attachment):
-                        gone[member.hook].append(member.listener)
-                    else:
-                        member.remove()
-                for point, listeners in gone.items():
-                    self.remove(point, listeners)
-                if not scope.recomputed:
-                    scope.members.clear()  # each holds the scope: the user's functions would live until a collection
-
     def listen(self, points: Iterable[HookPoint], listener: Listener) -> None:
         """Attaches a listener that only looks to many points."""
         refuse_inside_compiled()
@@ -583,25 +545,25 @@ class Wiring:
         key = (point, listener.scope)
         if not (point.point.linked or separate_consumers) or key in self._following:
             return
-        following: list[SeparateReading | Attachment] = []
+        following: list[Callable[[], None]] = []
         for follower in point.point.linked:
             takes_over = Listener("leader", LeaderEdit(point.name, follower), listener.scope)
             other = self.points[follower.name]
             self.add(other, takes_over, prepend=True)
-            following.append(Attachment(other, takes_over, self))
+            following.append(partial(self.remove, other, (takes_over,)))
         sites = [self.points[name].point.site for name in separate_consumers]
         fused = len(set(sites)) < len(sites)
         for name, site in zip(separate_consumers, sites, strict=True):
             hook = self._site(site if fused else Site(site.path, "input"))
-            following.append(SeparateReading(hook, self.points[name]))
+            following.append(SeparateReading(hook, self.points[name]).remove)
         self._following[key] = following
 
     def _disconnect_followers(self, point: HookPoint, left: tuple[Listener, ...]) -> None:
         kinds = ("bwd", "edge") if point.point.separate_consumers else ("fwd", "bwd", "edge", "follow", "leader")
         needed = {listener.scope for listener in left if listener.kind in kinds}
         for key in [key for key in self._following if key[0] is point and key[1] not in needed]:
-            for following in self._following.pop(key):
-                following.remove()
+            for remove in self._following.pop(key):
+                remove()
 
     def _in_block(self, stack: str, depth: int) -> list[HookPoint]:
         if not self._by_block:
