@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
 from typing import Literal, get_args, get_type_hints
 
-import torch
 from torch import Tensor, nn
 
-from adapters.attention import Attention
+from adapters.attention import Attention, capped
 from adapters.block import Block, Mix, NamedStep, Part, Step, feeds_forward
 from adapters.norms import Norm, NormKind
 from adapters.points import join, members_of, module_at
@@ -213,7 +212,7 @@ class Readout:
         """
         y, bias = unembedded * self.factor_out, self.bias_of(model)
         y = y if bias is None else y + bias.to(y)
-        return y if self.soft_cap is None else self.soft_cap * torch.tanh(y / self.soft_cap)
+        return y if self.soft_cap is None else capped(y, self.soft_cap)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from adapters.architecture import KINDS, Embedding, Head, Readout, TableOf, tables
+from adapters.attention import capped
 from adapters.automatic.blocks import power_between
 from adapters.automatic.norms import function_norm, norm_kind, relative, rounded
 from adapters.config import config_of
@@ -656,7 +657,7 @@ def capped_between(before: Tensor, logits: Tensor) -> tuple[float, float] | None
         if moved <= 1e-12 * cap:
             break
     cap, factor = float(f"{cap:.4g}"), rounded(float(f"{factor:.6g}"))
-    return (factor, cap) if agree(cap * torch.tanh(factor * x / cap), y, before) else None
+    return (factor, cap) if agree(capped(factor * x, cap), y, before) else None
 
 
 def _cap_at(x: float, y: float) -> float | None:

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedConfig
-from transformers.activations import ACT2FN
 
-from adapters.imports import clamp_of
+from adapters.attention import pattern_of, per_head, result_of, scores_of
 from adapters.inputs import argument_names
 from adapters.points import Site, is_inside, token_embedding
 from adapters.spread import Alike, Cut, Layout, SpreadModelError
@@ -566,18 +564,12 @@ class Watch(TorchFunctionMode):
     def _attention(self, given: KernelArguments) -> Tensor:
         """What the kernel computes, in full."""
         query, key, value, attn_mask, _, is_causal, scale, _ = given
-        if key.shape[1] != query.shape[1]:
-            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-        scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
         if is_causal:
-            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            scores = scores.masked_fill(~attn_mask, torch.finfo(scores.dtype).min)
-        elif attn_mask is not None:
-            scores = scores + attn_mask
-        pattern = scores.float().softmax(-1).to(scores.dtype)
-        self._add(scores, pattern, [(query, key)], fused=True)
-        return pattern.detach() @ value
+            attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        scores = scores_of(query, key, query.shape[-1] ** -0.5 if scale is None else scale, mask=attn_mask)
+        pattern = pattern_of(scores)
+        self._add(scores, pattern, [(query, per_head(key, query.shape[1]))], fused=True)
+        return result_of(pattern.detach(), value)
 
 
 class _GraphRecorder(Recorder):
@@ -668,28 +660,3 @@ def _seen(key: int | None, x: Any) -> BorderTensor | None:
         return None
     value = x.detach().clone()
     return BorderTensor(key, x, value, mark(value))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What activation functions compute, by the names that configurations have for them.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def function_of(act_fn: str | None) -> Callable[[Tensor], Tensor] | None:
-    """What an activation function computes, by `cfg.act_fn`; None for a name that nobody knows."""
-    if act_fn in ("solu", "solu_ln"):
-        return lambda x: x * x.softmax(-1)
-    # It makes the function when it is asked with brackets, and only then.
-    return None if act_fn is None or act_fn not in ACT2FN else ACT2FN[act_fn]
-
-
-def product(act_fn: str | None, pre: Tensor, linear: Tensor | None, config: PreTrainedConfig) -> Tensor | None:
-    """What an activation function makes of what enters it and the other projection; None for an unknown name."""
-    if act_fn == "clamped_swiglu" and linear is not None:
-        limit, alpha = clamp_of(config)
-        clamped = pre.clamp(max=limit)
-        return (linear.clamp(-limit, limit) + 1) * clamped * (alpha * clamped).sigmoid()
-    function = function_of(act_fn)
-    if function is None:
-        return None
-    return function(pre) if linear is None else function(pre) * linear
