@@ -33,8 +33,8 @@ from adapters.views import (
     Branch,
     Composed,
     Copied,
+    FlatPatches,
     FlatRows,
-    Patches,
     PositionsFirst,
     Scaled,
     SeveralStreams,
@@ -111,7 +111,7 @@ def image_points(made: Embedding, base: str, model: nn.Module) -> list[Point]:
     points = PointList("", -1, "")
     if made.patches:
         site = Site(join(base, made.patches), "output")
-        view = Patches() if isinstance(module_at(model, site.path), nn.Conv2d) else None
+        view = FlatPatches() if isinstance(module_at(model, site.path), nn.Conv2d) else None
         points.add("hook_embed", site, view, "batch patch d_model", aliases=("embed.hook_out",))
     _add_sum(points, made, base)
     return points.points

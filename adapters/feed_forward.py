@@ -17,7 +17,7 @@ from adapters.imports import clamp_of
 from adapters.linear import materialized, weight_in_out
 from adapters.norms import Norm, norm_points
 from adapters.points import Group, PointList, Site, SiteKind, has_module, join, missing_module_message
-from adapters.views import Affine, Composed, FlatRows, Rows, View
+from adapters.views import Affine, Composed, ExpertRows, FlatRows, View
 
 # ----------------------------------------------------------------------------------------------------------------------
 # How the experts of a mixture are kept.
@@ -550,5 +550,5 @@ def _expert_points(points: PointList, mlp: MoE, path: str, num_experts: int, exp
         for part, site in _expert_sites(path, e, experts, mlp.layers).items():
             # Its rows are of no batch: in caches only when named.
             axes = "row d_model" if part in ("in", "out") else "row d_expert"
-            view = Rows() if are_modules(experts) else None
+            view = ExpertRows() if are_modules(experts) else None
             points.add(f"experts.{e}.hook_{part}", site, view, axes, group="extra")

@@ -43,11 +43,11 @@ from adapters.automatic.feed_forward import FoundExpertModules, FoundMixture, Fo
 from adapters.automatic.norms import norm_kind, relative, with_gated
 from adapters.automatic.parts import FoundPart, Norms, Parts, mixes_positions, modules_of, rerun
 from adapters.automatic.stream import (
+    Addend,
     Found,
     Mixed,
     Sum,
     Sums,
-    Term,
     Value,
     collapse,
     collapse_path,
@@ -445,7 +445,7 @@ class _Inference:
         return Mixer(path, modules=modules)
 
 
-def _step(declared: Part, part: FoundPart, total: Sum, term: Term, norms: Norms, block: ModuleCall) -> Step:
+def _step(declared: Part, part: FoundPart, total: Sum, term: Addend, norms: Norms, block: ModuleCall) -> Step:
     """The residual step of a part, which its block computes one after the other."""
     (out, seen), post, at = part.out, _inside(part.post, block), partial(relative, base=block.path)
     entry = None

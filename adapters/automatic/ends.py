@@ -73,7 +73,7 @@ def find_embedding(
         return None
     # A table of positions may run before that of tokens (FSMT): it makes the same of every row.
     tokens = next((call for call in called if not _same_for_each_row(call.left[0].value)), called[0])
-    return _Search(model, recording, before, tokens, first.entered, text).run()
+    return _EmbeddingSearch(model, recording, before, tokens, first.entered, text).run()
 
 
 def _same_for_each_row(x: Tensor) -> bool:
@@ -81,7 +81,7 @@ def _same_for_each_row(x: Tensor) -> bool:
 
 
 @dataclass
-class _Search:
+class _EmbeddingSearch:
     """Goes back from the first stream: through a projection and a norm to a sum, and from its terms to their tables.
 
     Attributes:

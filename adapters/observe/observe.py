@@ -432,7 +432,7 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {words}"[:300] if words else type(error).__name__
 
 
-class Recorder:
+class CallRecorder:
     """Records the calls of modules inside a ``with`` statement.
 
     Args:
@@ -510,14 +510,14 @@ class Recorder:
         """What else is done when it ends, and what it is to return; None: what it does."""
 
 
-class Watch(TorchFunctionMode):
+class SoftmaxWatch(TorchFunctionMode):
     """Records the softmaxes of a run. What leaves one is detached: its pattern then is a constant of what follows.
 
     Args:
         recorder: records the run.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: CallRecorder) -> None:
         super().__init__()
         self.recorder, self.recording = recorder, recorder.recording
         self.products: list[tuple[Tensor, Tensor]] = []
@@ -572,7 +572,7 @@ class Watch(TorchFunctionMode):
         return result_of(pattern.detach(), value)
 
 
-class _GraphRecorder(Recorder):
+class _GraphRecorder(CallRecorder):
     """Records what passes the borders of modules with the graph between them, and what is written over there."""
 
     def __init__(self, model: nn.Module, recording: Recording) -> None:
@@ -629,7 +629,7 @@ def _recorded(model: nn.Module, inputs: Mapping[str, Tensor]) -> Recording:
     recording = Recording(*(next(iter(inputs.values())).shape[0], -1) if tokens is None else tokens.shape)
     recording.lengths = tuple(x.shape[1] for name, x in inputs.items() if name in ("input_ids", "decoder_input_ids"))
     recorder = _GraphRecorder(model, recording)
-    with torch.enable_grad(), recorder, Watch(recorder):
+    with torch.enable_grad(), recorder, SoftmaxWatch(recorder):
         try:
             model(**inputs)
         except WRONG as error:

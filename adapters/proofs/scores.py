@@ -38,7 +38,7 @@ from adapters.views import Affine, AlibiScores
 
 
 #: Of queries, or of keys: they may differ in everything but the batch.
-Heads = Float[Tensor, "_batch _pos _head _d_head"]
+ByHead = Float[Tensor, "_batch _pos _head _d_head"]
 
 
 def prove_rotation(
@@ -48,7 +48,7 @@ def prove_rotation(
     cfg: ModelConfig,
     config: PreTrainedConfig,
     local: bool,
-    before: tuple[Heads, Heads],
+    before: tuple[ByHead, ByHead],
     after: tuple[Tensor | None, Tensor | None],
     own: tuple[int | None, float | None] = (None, None),
 ) -> bool:
@@ -108,7 +108,7 @@ def _slow(base: float | None, width: int) -> bool:
 
 
 def _turn(
-    findings: Findings, claim: str, where: str, x: Heads, y: Heads, adjacent: bool
+    findings: Findings, claim: str, where: str, x: ByHead, y: ByHead, adjacent: bool
 ) -> Complex[Tensor, "pos pair"] | None:
     """By what each pair is multiplied, as a complex number; None where that is not the same for all heads and texts."""
     start, end = (_pairs(value.double(), adjacent) for value in (x, y))
@@ -329,7 +329,7 @@ class _Attention:
         """Whether queries or keys after their rotation have no hook point: a trial showed something else there."""
         return any(f"{self.place.part}hook_rot_{letter}" not in self.evidence.bridge.hook_dict for letter in "qk")
 
-    def _rotated(self, q: Heads, k: Heads, turned_q: Tensor | None, turned_k: Tensor | None) -> bool:
+    def _rotated(self, q: ByHead, k: ByHead, turned_q: Tensor | None, turned_k: Tensor | None) -> bool:
         """Whether queries and keys are rotated, as it is declared."""
         if self._left_out():
             return self.part.rotary is not None
@@ -347,7 +347,7 @@ class _Attention:
         own = self.part.own("rotary_dim", None), self.part.own("rotary_base", None)
         return prove_rotation(self.findings, SCORES, at, self.cfg, config, self.local, (q, k), turned, own)
 
-    def _normed_last(self, *normed: Heads | None) -> tuple[Tensor | None, Tensor | None]:
+    def _normed_last(self, *normed: ByHead | None) -> tuple[Tensor | None, Tensor | None]:
         """What the norms behind the rotation are given; what they put out is what enters the product."""
         given: list[Tensor | None] = []
         for letter, norm, seen in zip("qk", (self.part.q.norm, self.part.k.norm), normed, strict=True):
@@ -361,7 +361,7 @@ class _Attention:
             given.append(entered)
         return given[0], given[1]
 
-    def _latent(self, q: Heads, k: Heads, turned_q: Heads | None, turned_k: Heads | None) -> bool:
+    def _latent(self, q: ByHead, k: ByHead, turned_q: ByHead | None, turned_k: ByHead | None) -> bool:
         """Behind what the latent makes, keys have columns that all heads share; only these columns are rotated."""
         at, width = self.place.part, k.shape[-1]
         if turned_q is None or turned_k is None or turned_q.shape != q.shape or turned_k.shape[-1] != q.shape[-1]:
@@ -397,7 +397,7 @@ class _Attention:
         self.findings.inconclusive(SCORES, f"{self.place.part}hook_rot_q: what queries are multiplied with")
         return True
 
-    def _values(self, v: Heads, pattern: Tensor, z: Tensor, seen: Tensor) -> None:
+    def _values(self, v: ByHead, pattern: Tensor, z: Tensor, seen: Tensor) -> None:
         """``pattern @ v = z``, with what is declared to stand between, for the queries that see something."""
         place, at, transform = self.place, f"{self.place.part}hook_z", self.part.z_transform
         if norm := self.part.v.norm:
@@ -462,7 +462,7 @@ class _Attention:
             entered = entered.reshape(made.shape)
         self.findings.equal(SCORES, at, entered, made)
 
-    def _scores(self, q: Heads, k: Heads, scores: Tensor, biases: dict[str, Tensor]) -> None:
+    def _scores(self, q: ByHead, k: ByHead, scores: Tensor, biases: dict[str, Tensor]) -> None:
         cfg, at = self.cfg, f"{self.place.part}hook_attn_scores"
         scale = cfg.attn_scale if cfg.use_attn_scale and cfg.attn_scale is not None else 1.0
         scale = self.part.own("attn_scale", scale)
@@ -507,7 +507,7 @@ class _Attention:
             return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=scores.device)
         return (mask.cumsum(-1) > 0)[:, None, :, None].to(scores.device)
 
-    def _interaction(self, q: Heads, k: Heads, scale: float, at: str) -> None:
+    def _interaction(self, q: ByHead, k: ByHead, scale: float, at: str) -> None:
         """Beside the product of queries and keys, scores are made of what each, or the places, make alone.
 
         Four rows have two queries and two keys in all pairs: what each makes alone is gone from their alternating sum.

@@ -434,7 +434,7 @@ class FlatRows(View):
         return new if x.ndim == 3 else new.flatten(0, 1)
 
 
-class Rows(View):
+class ExpertRows(View):
     """``... row d -> row d``: what an expert is given may have axes of one (Hunyuan)."""
 
     identity = False
