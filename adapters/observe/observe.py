@@ -1,4 +1,27 @@
-"""The recorder: what entered and left modules in a run, its softmaxes, and the graph between them."""
+"""Recording: what entered and left every module in one run, its softmaxes, and the graph between them.
+
+**In**: a model and its inputs.
+
+**Out**: a `Recording`: each `ModuleCall` in order of time, with the tensors that crossed its border; each `Softmax`,
+with the scores and the queries and keys that met before it; when a choice (a top-k) was made. Inference reads it, and
+proofs read the calls alone.
+
+**How**:
+
+1. `CallRecorder` puts a hook before and behind each module, which notes what enters and leaves. A clock that ticks at
+   every border says what ran inside of what, and before what.
+2. `record` keeps the graph, too: a tensor at a border is kept with its numbers, and with its `mark`, a few bytes that
+   are the same for all tensors of the same numbers, so that who reads what can be looked up.
+3. `SoftmaxWatch` sees torch's own functions. It records softmaxes, those by hand included (`SoftmaxByHand`), computes
+   fused attention in full (`scores_of`, `pattern_of`, `result_of`), and lets the pattern out as a constant: so the
+   gradient of `z` reaches the values alone.
+4. Version counters tell what the model has written over since: such a place is declared to be copied.
+
+**It refuses** (`NotFound`) a model that does not run on what it is given, or exchanges its modules in every run. Hooks
+and modes are gone after the run, and after an error.
+
+**It does not know** what a module is for. Nothing here goes by a name, a class or a declaration.
+"""
 
 from __future__ import annotations
 
