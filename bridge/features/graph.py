@@ -30,7 +30,7 @@ _LINEAR_BEHIND = (
 
 @dataclass(frozen=True)
 class Node:
-    """A node of an attribution graph.
+    """A feature, an error, a token or a logit in an attribution graph.
 
     Attributes:
         kind: ``feature``; ``error``, what no basis explains of what stands at `point`; ``token``, what begins the
