@@ -121,7 +121,7 @@ class AttentionWatch(SeesAttention):
         super().__init__()
         self.shown = shown
         self._kernel_alone = kernel_alone
-        self._products_seen = self._inside_seen = False
+        self._seen: list[tuple[str, str]] = []  # the channels on which something was shown
         self._begun = False  # a softmax by hand was given the scores
         self._went_by = False  # a kernel, or a softmax, while nobody listened
 
@@ -129,24 +129,18 @@ class AttentionWatch(SeesAttention):
     def in_user_function(self) -> bool:
         return self.shown.in_user_function
 
-    @property
-    def _products(self) -> bool:
-        """Somebody waits for queries and keys."""
-        return not self._products_seen and bool(self.shown.active_points(_PRODUCT))
-
-    @property
-    def _inside(self) -> bool:
-        """Somebody waits for scores or pattern."""
-        return not self._inside_seen and bool(self.shown.active_points(_INSIDE))
+    def _awaits(self, channels: tuple[str, str]) -> bool:
+        """Whether somebody waits for what is shown on these channels."""
+        return channels not in self._seen and bool(self.shown.active_points(channels))
 
     @property
     def follows_steps(self) -> bool:
-        return self._begun or self._inside
+        return self._begun or self._awaits(_INSIDE)
 
     def call(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Calls a function of the module's, and shows its arguments and its result."""
         kernel = func is scaled_dot_product_attention
-        if (kernel or func in SOFTMAXES) and not (self._inside or self._products):
+        if (kernel or func in SOFTMAXES) and not (self._awaits(_INSIDE) or self._awaits(_PRODUCT)):
             self._went_by = True
         elif kernel or not self._kernel_alone:
             return super().call(func, args, kwargs)
@@ -158,7 +152,7 @@ class AttentionWatch(SeesAttention):
         Raises:
             RuntimeError: it was not.
         """
-        missed = [*(_PRODUCT if self._products else ()), *(_INSIDE if self._inside else ())]
+        missed = [channel for both in (_PRODUCT, _INSIDE) if self._awaits(both) for channel in both]
         if not missed:
             return
         active = self.shown.active_points(missed)
@@ -181,18 +175,19 @@ class AttentionWatch(SeesAttention):
 
     def softmax(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Shows scores and pattern."""
-        if not self._inside:
+        if not self._awaits(_INSIDE):
             return func(*args, **kwargs)
-        self._inside_seen = True
+        self._seen.append(_INSIDE)
         scores, args = (args[0], args[1:]) if args else (kwargs.pop("input"), args)
         new = self.shown.show("scores", scores)
         return self.shown.show("pattern", softmax_of(new, scores, lambda x: func(x, *args, **kwargs)))
 
     def begins(self, scores: Tensor) -> Tensor:
         """Shows the scores."""
-        if self._inside_seen:
+        if _INSIDE in self._seen:
             return scores
-        self._begun = self._inside_seen = True
+        self._begun = True
+        self._seen.append(_INSIDE)
         return self.shown.show("scores", scores)
 
     def ends(self, scores: Tensor, pattern: Tensor) -> Tensor:
@@ -209,9 +204,9 @@ class AttentionWatch(SeesAttention):
             kernel: what is called in the end.
             given: what it was called with.
         """
-        if self._products:
+        if self._awaits(_PRODUCT):
             given = given.with_products(*self.product(given.query, given.key))
-        if not self._inside:
+        if not self._awaits(_INSIDE):
             return given.of(kernel)
         return self._attend(AttentionCall.of_torch(given, self._n_heads(given.query)), lambda: given.of(kernel))
 
@@ -236,14 +231,14 @@ class AttentionWatch(SeesAttention):
 
     def product(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Shows queries and keys, and returns what is made of them, with the heads as they were given."""
-        if not self._products:
+        if not self._awaits(_PRODUCT):
             return query, key
-        self._products_seen = True
+        self._seen.append(_PRODUCT)
         return self._with_heads("q", query), self._with_heads("k", key)
 
     def flat_heads(self, query: Tensor) -> tuple[int, int] | None:
         """The heads are known, and the batches are the rest."""
-        return (-1, self._n_heads(query)) if self._products else None
+        return (-1, self._n_heads(query)) if self._awaits(_PRODUCT) else None
 
     def _with_heads(self, channel: str, x: Tensor) -> Tensor:
         points = self.shown.points(channel)
@@ -254,9 +249,9 @@ class AttentionWatch(SeesAttention):
 
     def _attend(self, attention: AttentionCall, run: Callable[[], Tensor]) -> Tensor:
         """Runs the kernel, or computes what it would in full where somebody may change scores or pattern."""
-        if not self._inside:
+        if not self._awaits(_INSIDE):
             return run()
-        self._inside_seen = True
+        self._seen.append(_INSIDE)
         if self.shown.is_read_only(attention):
             return run()
         return attention.result(show_scores_and_pattern(self.shown, attention))
