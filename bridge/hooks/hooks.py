@@ -476,7 +476,7 @@ class AttachesListeners:
                 for point, listener in scope.members:
                     assert isinstance(point, HookPoint)
                     if listener not in point.listeners:
-                        self.add(point, listener)
+                        point._attaches.add(point, listener)
             except BaseException:
                 self.detach_scope(scope)
                 raise
@@ -491,7 +491,7 @@ class AttachesListeners:
                     gone[point].append(listener)
                 for point, listeners in gone.items():
                     assert isinstance(point, HookPoint)
-                    self.remove(point, listeners)
+                    point._attaches.remove(point, listeners)
                 if not scope.recomputed:
                     scope.members.clear()  # each holds the scope: the user's functions would live until a collection
 
