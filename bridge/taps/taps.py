@@ -147,6 +147,8 @@ class Tap(InForwardsPlace):
         """
         if self.shared and not whole and (shared := self.shared.get(channel)) is not None:
             points = self.active_points((channel,))
+            if not points:
+                return x
             return shared.agreed(x, points, lambda everything: self.show(channel, everything, call, True))
         for point in self.points.get(channel, ()):
             if "@" in point.point.site.path and not self._is_under_way(point):
