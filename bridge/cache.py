@@ -113,13 +113,6 @@ class ActivationCache(ResidualMethods):
         self._weights = _weights_behind(values, model)
         self.has_batch_dim = has_batch_dim
 
-    @classmethod
-    def of_run(cls, values: dict[str, Any], model: StudiedBridge) -> Self:
-        """What a run has left: tensors by canonical name, and what gives one when it is asked for."""
-        new = cls.__new__(cls)
-        new._fill(values, model, True)
-        return new
-
     @property
     def model(self) -> StudiedBridge:
         """The bridge that made the activations; assign one to a cache that was pickled and loaded.
@@ -355,3 +348,10 @@ class ActivationCache(ResidualMethods):
         if move_model:
             self.model.original_model.to(target)
         return self
+
+
+def cache_of_run(values: dict[str, Any], model: StudiedBridge) -> ActivationCache:
+    """What a run has left: tensors by canonical name, and what gives one when it is asked for."""
+    new = ActivationCache.__new__(ActivationCache)
+    new._fill(values, model, True)
+    return new
