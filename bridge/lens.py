@@ -265,7 +265,7 @@ MOST_LOGITS = 2**25
 
 @dataclass(frozen=True)
 class Top:
-    """The likeliest tokens.
+    """The likeliest tokens that a lens reads at each layer and position.
 
     Attributes:
         tokens: their ids, the likeliest first, ``[layer, batch, pos, k]``.

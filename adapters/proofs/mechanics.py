@@ -12,7 +12,7 @@ from torch import Tensor
 from adapters.inputs import Given, arguments_of, repeated, split
 from adapters.linear import bias_of, head_results
 from adapters.mixers import Mixer
-from adapters.observe.observe import WRONG, Recorder, one_line
+from adapters.observe.observe import WRONG, CallRecorder, one_line
 from adapters.points import call_number, module_at, module_path
 from adapters.proofs.evidence import Bridge, Cache, Check, Hook, LayerStep, NamedHook, few_logits, places_of
 from adapters.views import Kwargs, transformed
@@ -266,7 +266,7 @@ class Mechanics:
         sites = {place.part: self.bridge.hook_dict[f"{place.part}hook_z"].point.site.path for place in places}
         names = [f"{part}{name}" for part in sites for name in ("hook_z", "hook_result")]
         watched = {module_path(path): module_at(self.model, path) for path in sites.values()}
-        with Recorder(watched.items(), layout=self.bridge.layout) as recording:
+        with CallRecorder(watched.items(), layout=self.bridge.layout) as recording:
             cache = self.cache([*names, *map(_added, places)]) if places else {}
 
         def pairs() -> Iterable[tuple[str, Tensor, Tensor]]:

@@ -92,7 +92,7 @@ ABLATIONS = ("resample", "mean", "zero")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a circuit does.
+    """The metric of a circuit alone, beside the whole model's and what is left without the circuit.
 
     Attributes:
         model: the metric of the whole model.
@@ -128,7 +128,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Curve:
-    """Faithfulness against size.
+    """The faithfulness of circuits of several sizes.
 
     Attributes:
         shares: parts of all edges, from small to large.

@@ -24,7 +24,7 @@ from bridge.run.inputs import RunnableBridge
 from bridge.taps.attention import AttentionWatch, ObservedAttentionCall, show_scores_and_pattern
 from bridge.taps.attention_call import AttentionCall, implementation_of, is_looked_up, is_opaque
 from bridge.taps.experts import RouterWatch
-from bridge.taps.tap import Tap
+from bridge.taps.taps import Tap
 from bridge.trace.coroutine import PointPassedError
 from bridge.trace.edit import BodyActivations, BodyInStep, Edit, EditHook
 from bridge.wiring.compiled import ForcedEager, strip
@@ -493,11 +493,9 @@ def lower(
         declared: the names of the declared inputs.
 
     Raises:
-        ValueError: a hook point that no program can have; or a hook of gradients, or a module, is there; or the model
-            is spread over processes.
+        ValueError: a hook point that no program can have; or a hook of gradients, or a module, is there.
         TypeError: a function that asks for what is not declared.
     """
-    bridge.wiring.refuse_spread("a program")
     original, prefix = as_written(bridge.original_model)
     model = shell_of(original)
     here = threading.local()

@@ -35,7 +35,7 @@ from bridge.taps.attention_call import (
     watched_kernel,
     with_heads,
 )
-from bridge.taps.tap import RunCall, Tap, TappedCall, noop_hook
+from bridge.taps.taps import RunCall, Tap, TappedCall, noop_hook
 
 _PRODUCT = ("q", "k")
 _INSIDE = ("scores", "pattern")
@@ -51,8 +51,7 @@ class AttentionTap(Tap):
 
     def watched(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward when somebody listens."""
-        kind = _CallOverProcesses if self.cuts else _CallInRun
-        watch = AttentionWatch(kind(self, Call(self.module, args, kwargs)))
+        watch = AttentionWatch(_CallInRun(self, Call(self.module, args, kwargs)))
         implementation = implementation_of(self.module)
         if implementation is not None and is_looked_up(type(self.module).forward, implementation):
             # Only the call of the kernel is watched: the mode sees every torch function.
@@ -260,8 +259,15 @@ class _CallInRun(RunCall, ObservedAttentionCall):
 
     def __init__(self, tap: AttentionTap, call: Call) -> None:
         super().__init__(tap, call)
+        #: How heads are shared by processes: as on any channel.
+        self._shared = next(iter(tap.shared.values()), None)
         # A trace may ask for something while the module runs: then it is asked anew who listens.
         self._known = {} if tap.opened else {channels: tap.active_points(channels) for channels in (_PRODUCT, _INSIDE)}
+        if self._shared is not None:
+            self.parts = self._shared.parts
+            names = [name for point in self.active_points(_INSIDE) for name in point.view.parameters]
+            for name in dict.fromkeys(names):  # put together before the module's forward, which sees its own part
+                call.scratch[name] = materialized(tap.module, name)
 
     def active_points(self, channels: Sequence[str]) -> Sequence[HookPoint]:
         """The hook points on these channels to which the present code listens."""
@@ -278,7 +284,7 @@ class _CallInRun(RunCall, ObservedAttentionCall):
                 return False
         # With autocast the precision is chosen by the run: it cannot be left to a later time. Keys of more than these
         # queries are a past: they take more room than the scores, and later runs may write into them.
-        attention = self._whole(attention)
+        attention = attention if self._shared is None else attention.whole(self._shared)
         given = (*self.call.args, *self.call.kwargs.values())
         fixed = True in [x.is_compileable for x in given if isinstance(x, Cache)]  # its keys are written over
         waits = not (attention.has_past or fixed or autocasts(attention.query.device.type))
@@ -297,22 +303,3 @@ class _CallInRun(RunCall, ObservedAttentionCall):
                     shown = scores if channel == "scores" else attention.pattern(scores)
                     listener.fn(point.view.get(shown, self.call), hook=point)
         return True
-
-    def _whole(self, attention: AttentionCall) -> AttentionCall:
-        """The call with the heads of all processes."""
-        return attention
-
-
-class _CallOverProcesses(_CallInRun):
-    """One call of an attention module of which each process computes some heads."""
-
-    def __init__(self, tap: AttentionTap, call: Call) -> None:
-        super().__init__(tap, call)
-        self.cut = next(iter(tap.cuts.values()))  # heads are spread as on any channel
-        self.parts = self.cut.parts
-        names = [name for point in self.active_points(_INSIDE) for name in point.view.parameters]
-        for name in dict.fromkeys(names):  # put together before the module's forward, which sees its own part
-            call.scratch[name] = materialized(tap.module, name)
-
-    def _whole(self, attention: AttentionCall) -> AttentionCall:
-        return attention.whole(self.cut)

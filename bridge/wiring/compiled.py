@@ -23,7 +23,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from bridge.hooks.context import CURRENT, ForwardPass, RunContext, SourceSite, recomputation_frame
 from bridge.hooks.hooks import AttachesListeners
 from bridge.hooks.modules import Finder, NotCopied, itself
-from bridge.taps.tap import noop_hook
+from bridge.taps.taps import noop_hook
 from bridge.wiring.reading_plan import ReadingHook
 from bridge.wiring.site import SiteHook
 
