@@ -279,7 +279,7 @@ ZTransform = Gate | SinkGate | AddedOutput | Norm | Affine
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention module.
+    """An attention module: what makes queries, keys and values, what stands between the pattern and `z`, what follows.
 
     Attributes:
         path: the attention module, relative to the block.

@@ -270,7 +270,7 @@ def activated(act_fn: str | None, pre: Tensor, linear: Tensor | None, config: Pr
 
 @dataclass(frozen=True)
 class MLP:
-    """A feed-forward module.
+    """A feed-forward module: the layers before and after its activation function, and its gate.
 
     Attributes:
         path: the module, relative to the block ("" where its layers stand in the block itself).
@@ -326,7 +326,7 @@ ChosenBy = Literal["probabilities", "corrected probabilities", "logits", "scores
 
 @dataclass(frozen=True)
 class MoE:
-    """A mixture of experts.
+    """A mixture of experts: the router, how it chooses, and the experts.
 
     Attributes:
         path: the module, relative to the block.

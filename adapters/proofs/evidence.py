@@ -46,7 +46,7 @@ class Check:
 
 @dataclass
 class Report:
-    """What `verify` found.
+    """What `verify` found: for each claim of a declaration whether it holds.
 
     Attributes:
         model: the model's name.

@@ -15,7 +15,7 @@ from adapters.config import config_of, forms_of
 from adapters.feed_forward import MLP, MoE, keeps_experts
 from adapters.inputs import arguments_of, takes
 from adapters.mixers import Mixer
-from adapters.observe.observe import CallRecorder, Calls, Recording, SoftmaxWatch
+from adapters.observe.observe import AttentionRecorder, CallRecorder, Calls, Recording
 from adapters.observe.recognised import recognise_norm
 from adapters.points import INFER, has_module, is_inside, join, module_at, module_path
 from adapters.proofs.evidence import Check, Evidence, Findings, LayerStep, add_numbered, like
@@ -230,7 +230,7 @@ def _plain_run(evidence: Evidence) -> tuple[Calls, Counter[str]]:
     """A run without hook points: the calls of all modules, and how many softmaxes each computed itself."""
     recording = Recording(*evidence.tokens.shape[:2])
     recorder = CallRecorder(evidence.bridge.original_model.named_modules(), recording, layout=evidence.bridge.layout)
-    with torch.no_grad(), recorder, SoftmaxWatch(recorder):
+    with torch.no_grad(), recorder, AttentionRecorder(recorder):
         evidence.bridge.core(**evidence.arguments)  # not what compiles it
     return add_numbered(recording.by_path, evidence.bridge), Counter(each.path for each in recording.softmaxes)
 

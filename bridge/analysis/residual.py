@@ -11,8 +11,9 @@ from torch import Tensor
 
 from bridge.analysis.decomposition import Group, Term, stacked, stream_at, terms_of
 from bridge.analysis.layer_outputs import gradients_of, norm_before, norm_of, results_of_heads, results_of_neurons
-from bridge.analysis.requirements import AnalysedModel, AnalysedRun, Index, layer_of, pick, refuse_no_logit_sum, require
+from bridge.analysis.requirements import AnalysedRun, Index, layer_of, pick, refuse_no_logit_sum, require
 from bridge.hooks.arguments import check_choice, refuse_wrong_types
+from bridge.hooks.asked import StudiedBridge
 from bridge.hooks.names import act_name, last_stream
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -277,7 +278,7 @@ def _broadcastable(directions: Tensor, terms: Tensor, has_batch_dim: bool) -> Te
     return directions
 
 
-def directions_of(model: AnalysedModel, tokens: Tokens) -> Float[Tensor, "*tokens d_model"]:
+def directions_of(model: StudiedBridge, tokens: Tokens) -> Float[Tensor, "*tokens d_model"]:
     """The columns of the unembedding that belong to tokens; see `TransformerBridge.tokens_to_residual_directions`.
 
     Args:

@@ -13,10 +13,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from bridge.analysis.layer_outputs import bias_written
-from bridge.analysis.requirements import AnalysedModel, layer_of, refuse_no_sum
+from bridge.analysis.requirements import layer_of, refuse_no_sum
 from bridge.hooks.arguments import check_choice, heads_shown, refuse_wrong_types
+from bridge.hooks.asked import StudiedBridge
 from bridge.weights import FactoredMatrix, at_least_float32, first_weight
 
+__all__ = ["SVDInterpreter"]
 VECTOR_TYPES = ("OV", "w_in", "w_out")
 
 
@@ -41,7 +43,7 @@ class SVDInterpreter:
     """
 
     @refuse_wrong_types
-    def __init__(self, model: AnalysedModel) -> None:
+    def __init__(self, model: StudiedBridge) -> None:
         self.model = model
         self.cfg = model.cfg
 
@@ -209,7 +211,7 @@ class Labels(list[str]):
 
 
 def accumulated_bias(
-    model: AnalysedModel, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True
+    model: StudiedBridge, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True
 ) -> Float[Tensor, " d_model"]:
     """The sum of the output biases of all layers before one; see `TransformerBridge.accumulated_bias`.
 
@@ -234,7 +236,7 @@ def accumulated_bias(
     return total
 
 
-def head_labels(model: AnalysedModel) -> Labels:
+def head_labels(model: StudiedBridge) -> Labels:
     """The names of all heads; see `TransformerBridge.all_head_labels`.
 
     Args:

@@ -30,7 +30,7 @@ _LINEAR_BEHIND = (
 
 @dataclass(frozen=True)
 class Node:
-    """A node of an attribution graph.
+    """A feature, an error, a token or a logit in an attribution graph.
 
     Attributes:
         kind: ``feature``; ``error``, what no basis explains of what stands at `point`; ``token``, what begins the
@@ -418,7 +418,7 @@ class _ReplacementRun:
     def _gradients(self, receivers: Tensor, leaves: Sequence[Tensor], wanted: Tensor) -> Sequence[Tensor | None]:
         """Of each row of weights of the receivers: one by one where the model is spread, as DTensors know no vmap."""
         given = partial(torch.autograd.grad, receivers, leaves, retain_graph=True, allow_unused=True)
-        if not self.bridge.wiring.spread:
+        if self.bridge.wiring.sharing is None:
             return given(wanted, is_grads_batched=True)
         rows = [given(row) for row in wanted]
         return [None if of_leaf[0] is None else torch.stack(of_leaf) for of_leaf in zip(*rows, strict=True)]

@@ -25,7 +25,8 @@ def refuse_wrong_types(function: Callable[P, T]) -> Callable[P, T]:
     """A function that looks at its arguments first, as its annotations say what they may be.
 
     A tensor has to be of the annotated kind of numbers and number of axes. Truth values are no numbers, and a string is
-    no sequence of strings, unless the annotation names them. Numbers and arrays of NumPy are taken for Python's.
+    no sequence of strings, unless the annotation names them. Numbers and arrays of NumPy are taken for Python's. A model
+    is what answers to `hook_dict`, whatever its class: other people's hold one, and forward what they lack.
 
     Args:
         function: with annotations for all its parameters.
@@ -102,6 +103,8 @@ class _Parameter:
 
 #: How many elements of a container are looked at: a run may be given thousands.
 _LOOKED_AT = 8
+#: What an annotation of a model has, and every model.
+_OF_MODELS = "hook_dict"
 #: Types whose values are all the same to an annotation.
 _ALIKE = frozenset({type(None), bool, int, float, str})
 
@@ -145,10 +148,14 @@ def _members(hint: Any) -> Iterator[Any]:
 def _fits(value: object, part: Any) -> bool:
     if part is Any or isinstance(part, TypeVar):
         return True
+    own = getattr(value, "__dict__", ())
+    if inspect.isclass(part) and hasattr(
+        part, _OF_MODELS
+    ):  # it is asked, and what else it lacks is an error when missed
+        return _OF_MODELS in own or hasattr(type(value), _OF_MODELS) or hasattr(value, _OF_MODELS)
     if getattr(part, "_is_protocol", False) and not getattr(part, "_is_runtime_protocol", False):
         members = set(vars(part)) | set(getattr(part, "__annotations__", ()))
         # Without computing any: a property may cost much, or say that there is none.
-        own = getattr(value, "__dict__", ())
         return any(name in own or hasattr(type(value), name) for name in members if name[0] != "_")
     if typing.get_origin(part) is typing.Literal:  # which of them there are, is the function's to say
         return type(value) in {type(known) for known in typing.get_args(part)}

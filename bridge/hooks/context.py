@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from types import CodeType
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,21 +36,11 @@ HookFunction = Callable[..., Tensor | None]
 Kind = Literal["fwd", "bwd", "read", "edge", "follow", "leader"]
 
 
-class Attached(Protocol):
-    """A listener at its hook point."""
-
-    def attach(self) -> None:
-        """Attaches it, if it is not attached already."""
-
-    def remove(self) -> None:
-        """Removes it."""
-
-
 class Scope:
     """The hooks that were opened together, and end together.
 
     Attributes:
-        members: what was attached, so that a recomputation after the end can attach it again.
+        members: the listeners at their hook points, so that a recomputation after the end can attach it again.
         users: how many `with` statements and recomputations need it attached now.
         recomputed: a block that backward may compute again has run with it, and needs it then.
         of_one_run: only one run of the bridge ever sees it, no direct call of the model.
@@ -60,7 +50,7 @@ class Scope:
 
     def __init__(self, of_one_run: bool = False) -> None:
         self.of_one_run, self.recomputed = of_one_run, False
-        self.members: list[Attached] = []
+        self.members: list[tuple[NamedPoint, Listener]] = []
         self.users = 0
 
 
@@ -105,35 +95,43 @@ class Listener:
 T = TypeVar("T")
 
 
-class NamedPoint(Protocol):
-    """A hook point, as those know it who call functions at it.
+class NamedPoint:
+    """What those know of a hook point who call functions at it.
 
     Attributes:
         name: its canonical name.
         point: its declaration.
     """
 
+    __slots__ = ("name", "point")
+
     name: str
     point: Point
 
 
-class SourceSite(Protocol):
-    """A site whose tensor hook points elsewhere need."""
+class SourceSite:
+    """A site whose tensor hook points elsewhere need.
 
-    @property
-    def site(self) -> Site:
-        """Where it is."""
+    Attributes:
+        site: where it is.
+    """
+
+    __slots__ = ()
+
+    site: Site
 
     @property
     def module(self) -> nn.Module | None:
         """The module that it stands on; None where it stands on none any more."""
+        raise NotImplementedError
 
 
-class RunsWithPass(Protocol):
+class RunsWithPass:
     """What runs in step with a forward pass."""
 
     def end(self) -> None:
         """The pass is over."""
+        raise NotImplementedError
 
 
 class Generation:
@@ -186,18 +184,23 @@ class PassMemory:
         raise NotImplementedError
 
 
-class Pass(Protocol):
+class Pass:
     """A forward pass as hook points meet it: that of a run, or that of a program."""
+
+    __slots__ = ()
 
     @property
     def run(self) -> PassMemory | None:
         """What it remembers; None where the code does not run in a pass."""
+        raise NotImplementedError
 
     def show(self, listener: Listener, act: Tensor, point: NamedPoint) -> None:
         """Shows an activation to a listener that only looks."""
+        listener.fn(act, hook=point)
 
     def call_user_function(self, listener: Listener, given: Tensor, point: NamedPoint) -> Any:
         """What a user's function returns for a copy of an activation."""
+        raise NotImplementedError
 
 
 class ForwardPass(PassMemory):
@@ -285,7 +288,7 @@ _ADDED_HOOKS: frozenset[Scope | None] = frozenset({None})
 _NO_SCOPES: frozenset[Scope | None] = frozenset()
 
 
-class RunContext:
+class RunContext(Pass):
     """What code that runs here sees.
 
     Args:
@@ -302,6 +305,8 @@ class RunContext:
 
     __slots__ = ("_outside", "generation", "inherited", "own", "run", "shared", "visible")
 
+    run: ForwardPass | None
+
     def __init__(
         self,
         shared: frozenset[Scope | None] = _ADDED_HOOKS,
@@ -314,10 +319,6 @@ class RunContext:
         self.shared, self.own, self.run, self.generation = shared, own, run, generation
         self.visible = shared | own if own else shared
         self._outside: RunContext | None = None
-
-    def show(self, listener: Listener, act: Tensor, point: NamedPoint) -> None:
-        """Shows an activation to a listener that only looks."""
-        listener.fn(act, hook=point)
 
     def call_user_function(self, listener: Listener, given: Tensor, point: NamedPoint) -> Any:
         """Calls a user's function outside of the run, since what it computes is not the model's. This context is that
@@ -445,29 +446,22 @@ def forward_pass(
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class OpenTrace(Protocol):
+class OpenTrace:
     """A trace, as the parts of a bridge ask it."""
 
-    def part_output(self, part: str) -> Tensor:
-        """What a part of the bridge returns."""
+    def seen_of_part(self, part: str, what: str) -> Any:
+        """What a part of the bridge is given or returns.
 
-    def set_part_output(self, part: str, value: Tensor) -> None:
+        Args:
+            part: such as ``blocks.3``.
+            what: ``output`` or ``input``, the tensor; ``outputs`` or ``inputs``, all that its module returns, or is
+                called with.
+        """
+        raise NotImplementedError
+
+    def set_for_part(self, part: str, what: str, value: Any) -> None:
         """Replaces it."""
-
-    def part_input(self, part: str) -> Tensor:
-        """What a part of the bridge is given first."""
-
-    def set_part_input(self, part: str, value: Tensor) -> None:
-        """Replaces it."""
-
-    def part_outputs(self, part: str) -> Any:
-        """All that its module returns."""
-
-    def part_inputs(self, part: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """All that its module is called with."""
-
-    def set_part_inputs(self, part: str, value: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-        """Replaces it."""
+        raise NotImplementedError
 
 
 #: The open traces, each with the names of its bridge, which tell bridges apart.

@@ -507,7 +507,7 @@ Edge = tuple[str, str, float]
 
 @dataclass(frozen=True, eq=False)
 class CircuitNode:
-    """What is known of a node of a circuit.
+    """How a circuit's picture draws one of its nodes: where, with which words, how strong.
 
     Attributes:
         column: where it stands from left to right, such as its layer; None: to the right of all that send to it.

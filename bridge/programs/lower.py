@@ -16,17 +16,17 @@ from torch.overrides import TorchFunctionMode
 from adapters.feed_forward import first_projection, gate_and_up, has_gate, joined, stacked
 from adapters.points import Site, call_number, has_module, module_path, token_embedding
 from adapters.views import Args, Call, Kwargs
-from bridge.hooks.context import Listener
+from bridge.hooks.context import Listener, RunsWithPass
 from bridge.hooks.hooks import HookPoint, LeaderEdit, checked, wants_gradients
 from bridge.interventions.operations import Operation
 from bridge.programs.program_pass import AnyFunction, Function, LoweredPoint, LoweredSite, ProgramPass, current
 from bridge.run.inputs import RunnableBridge
-from bridge.taps.attention import AttentionWatch, show_scores_and_pattern
+from bridge.taps.attention import AttentionWatch, ObservedAttentionCall, show_scores_and_pattern
 from bridge.taps.attention_call import AttentionCall, implementation_of, is_looked_up, is_opaque
 from bridge.taps.experts import RouterWatch
-from bridge.taps.tap import Tap
+from bridge.taps.taps import Tap
 from bridge.trace.coroutine import PointPassedError
-from bridge.trace.edit import BodyInStep, Edit, EditHook
+from bridge.trace.edit import BodyActivations, BodyInStep, Edit, EditHook
 from bridge.wiring.compiled import ForcedEager, strip
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -60,15 +60,15 @@ def listeners_of(
     Raises:
         TypeError: see `Function`.
     """
-    bodies: dict[Edit, Body] = {}
+    bodies: dict[Edit, LoweredBody] = {}
     for hook, fn in interventions:
         if isinstance(fn, EditHook):
-            yield hook, Listener("fwd", bodies.setdefault(fn.edit, Body(fn.edit)))
+            yield hook, Listener("fwd", bodies.setdefault(fn.edit, LoweredBody(fn.edit)))
         else:
             yield hook, Listener("fwd", Function(fn, hook, declared))
 
 
-class Body:
+class LoweredBody:
     """The body of an edit in a program.
 
     Args:
@@ -101,7 +101,7 @@ class Body:
         return again.result
 
 
-class PassActivations:
+class PassActivations(RunsWithPass):
     """The activations that a body was given in one pass, in turn, by name."""
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class _PointNotReached(Exception):
     """The body asks for a point that has not come yet."""
 
 
-class ReplayedActivations:
+class ReplayedActivations(BodyActivations):
     """What a body is given that is run up to a point once more.
 
     Args:
@@ -202,7 +202,7 @@ def shell_of(model: nn.Module) -> nn.Module:
     """A model of shells, with the user's torch hooks and without those of any bridge.
 
     Args:
-        model: the Hugging Face model, as it was written (see `written`).
+        model: the Hugging Face model, as it was written (see `as_written`).
 
     Raises:
         ValueError: a module has a forward of its own, which belongs to the module and not to a shell of it.
@@ -232,7 +232,7 @@ def shell_of(model: nn.Module) -> nn.Module:
     return shell
 
 
-def written(model: nn.Module) -> tuple[nn.Module, str]:
+def as_written(model: nn.Module) -> tuple[nn.Module, str]:
     """A model without what `torch.compile` has put around it, and the path to it."""
     path = ""
     while "_orig_mod" in model._modules:
@@ -310,37 +310,27 @@ class LoweredTap:
         raise NotImplementedError
 
 
-class _CallInProgram:
-    """One call of a tapped shell."""
+class _CallInProgram(ObservedAttentionCall):
+    """One call of a tapped shell: the program listens to all of its points."""
 
     def __init__(self, tap: LoweredTap, call: Call) -> None:
-        self.tap, self.call, self.module = tap, call, tap.module
-        self.program_pass = current(tap.here)
-
-    @property
-    def parts(self) -> int:
-        """Over how many processes the heads are spread."""
-        return 1
+        super().__init__(tap.module, call)
+        self.tap, self.program_pass = tap, current(tap.here)
 
     @property
     def in_user_function(self) -> bool:
-        """Whether a function of the program is being called: what it computes is not the model's."""
         return self.program_pass.in_user_function
 
     def points(self, channel: str) -> Sequence[HookPoint]:
-        """The hook points of a channel."""
         return [step.hook for step in self.tap.steps.get(channel, ())]
 
     def active_points(self, channels: Sequence[str]) -> Sequence[HookPoint]:
-        """The hook points on these channels: the program listens to all of its own."""
-        return [step.hook for channel in channels for step in self.tap.steps.get(channel, ())]
+        return [hook for channel in channels for hook in self.points(channel)]
 
     def show(self, channel: str, x: Tensor, private: bool = False) -> Tensor:
-        """Shows a tensor to the hook points of a channel, and returns what they make of it."""
         return self.tap.show(channel, x, self.call, self.program_pass)
 
     def is_read_only(self, attention: AttentionCall) -> bool:
-        """Whether nothing changes scores or pattern; then they have been captured."""
         if any(step.changes for channel in ("scores", "pattern") for step in self.tap.steps.get(channel, ())):
             return False
         show_scores_and_pattern(self, attention)
@@ -503,12 +493,10 @@ def lower(
         declared: the names of the declared inputs.
 
     Raises:
-        ValueError: a hook point that no program can have; or a hook of gradients, or a module, is there; or the model
-            is spread over processes.
+        ValueError: a hook point that no program can have; or a hook of gradients, or a module, is there.
         TypeError: a function that asks for what is not declared.
     """
-    bridge.wiring.refuse_spread("a program")
-    original, prefix = written(bridge.original_model)
+    original, prefix = as_written(bridge.original_model)
     model = shell_of(original)
     here = threading.local()
     added = [(hook, listener.fn) for hook in bridge.wiring.points.values() for listener in _functions_at(hook)]

@@ -17,7 +17,7 @@ from adapters.views import Args, Call, Deferred, Kwargs
 from bridge.hooks.arguments import BatchAxisError
 from bridge.hooks.context import Listener, Scope, of_the_next_run
 from bridge.hooks.hooks import HookPoint
-from bridge.wiring.reading_plan import Place
+from bridge.wiring.reading_plan import ReadSite
 from bridge.wiring.wiring import Wiring
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -112,8 +112,8 @@ def _index(pos_slice: PosSlice, length: int, hook: HookPoint, device: torch.devi
 _NO_CALL = Call(nn.Identity(), (), {})
 
 
-class Recorder:
-    """Keeps what chosen hook points see in one run.
+class ActivationRecorder:
+    """Keeps what chosen hook points see in one run, or at each step of a generation (`StepRecorder`).
 
     Args:
         points: the hook points.
@@ -124,6 +124,9 @@ class Recorder:
         everything: whether these are all points of an unfiltered cache. What can be computed from others is then
             computed when it is asked for; else it is computed in the run, so that nothing larger is kept for it.
     """
+
+    #: What is shown may be kept as it is, and computed later where that is possible.
+    as_shown = True
 
     def __init__(
         self,
@@ -142,48 +145,49 @@ class Recorder:
         self.check = check
         self.everything = everything
         self.values: dict[str, Any] = {}
-        self._versions: list[tuple[str, Tensor, int]] = []
+        self.versions: list[tuple[str, Tensor, int]] = []
         self._edges: dict[HookPoint, tuple[GradientEdge, Tensor]] = {}
         self._copies = CopiesToHost()
 
     @contextmanager
-    def attached(self, wiring: Wiring) -> Iterator[None]:
-        """Listens in the next run inside the ``with`` statement."""
+    def attached(self, wiring: Wiring) -> Iterator[Scope]:
+        """Listens in the next run inside the ``with`` statement, which sees a scope that is given."""
         scope = Scope()
-        whole = self.pos_slice is None and self.device is None
-        one = self._read if not whole else self._keep if self.everything else self._keep_compact
+        whole = self.as_shown and self.pos_slice is None and self.device is None
+        one = self.read if not whole else self._keep if self.everything else self._keep_compact
         partial = self.pos_slice is not None
         listener = Listener("read", one, scope, deferrable=whole, optional=self.everything, partial=partial)
         keep_all = self._keep_all if whole else self._read_all
         with wiring.reading(self.points, listener, keep_all), of_the_next_run(scope):
             if not self.gradients:
-                yield
+                yield scope
                 return
             wiring.attach_members([(point, Listener("edge", self._edge, scope)) for point in self.points], scope)
             try:
-                yield
+                yield scope
             finally:
                 wiring.detach_scope(scope)
 
     def _keep(self, act: Tensor | Deferred, hook: HookPoint) -> None:
         """Keeps an activation as it is: this runs hundreds of times in one run."""
-        if isinstance(act, Deferred):
-            self.values[hook.name] = act
-            return
-        if act.is_inference():  # nothing counts what is written to it later
-            self.values[hook.name] = act.clone()
-            return
-        self.values[hook.name] = act.detach() if act.requires_grad else act
-        self._versions.append((hook.name, act, act._version))
+        self.values[hook.name] = act if isinstance(act, Deferred) else self.noted(act, hook)
 
-    def _keep_all(self, place: Place, x: Tensor, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+    def noted(self, act: Tensor, hook: HookPoint) -> Tensor:
+        """What is kept of an activation, without its graph: `check_unchanged` tells when somebody writes to it."""
+        act = act.detach() if act.requires_grad else act
+        if act.is_inference():  # nothing counts what is written to it later
+            return act.clone()
+        self.versions.append((hook.name, act, act._version))
+        return act
+
+    def _keep_all(self, place: ReadSite, x: Tensor, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Keeps what the points at a place see, where nobody changes anything: hundreds of times in one run."""
         x = x.detach() if x.requires_grad else x
         values, now = self.values, place.points
         if not (inference := x.is_inference()):  # else nothing counts what is written to it later
             for name in place.names:
                 values[name] = x
-                self._versions.append((name, x, x._version))
+                self.versions.append((name, x, x._version))
             now = place.at_once if self.everything else place.views
             if not place.views:
                 return
@@ -196,13 +200,13 @@ class Recorder:
                 for point in now:
                     self._keep(point.view.get(x, call), point)
 
-    def _read_all(self, place: Place, x: Tensor, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+    def _read_all(self, place: ReadSite, x: Tensor, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """As `_keep_all`, of what is kept in part or elsewhere."""
         call = Call(module, args, kwargs) if place.contextual else _NO_CALL
         x = x.detach() if x.requires_grad else x
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             for point in place.points:
-                self._read(x if point.view.identity else point.view.get(x, call), point)
+                self.read(x if point.view.identity else point.view.get(x, call), point)
 
     def _keep_compact(self, act: Tensor | Deferred, hook: HookPoint) -> None:
         """Keeps an activation, and nothing larger that it could be computed from."""
@@ -210,7 +214,8 @@ class Recorder:
             act = act.value(hook.name)
         self._keep(act, hook)
 
-    def _read(self, act: Tensor | Deferred, hook: HookPoint) -> None:
+    def read(self, act: Tensor | Deferred, hook: HookPoint) -> None:
+        """Keeps what is asked for of an activation, where it is asked for."""
         value = act.detach() if isinstance(act, Tensor) and act.requires_grad else act
         value = picked_positions(value, self.pos_slice, hook)
         if self.device is not None and value.device != self.device:
@@ -261,13 +266,21 @@ class Recorder:
             missing = [hook.name for hook in self.points if hook.name not in self.values]
             if missing:
                 raise RuntimeError(f"these hook points did not run on this input: {', '.join(missing)}")
-        for name, value, version in self._versions:
+        self.check_unchanged()
+        return self.values
+
+    def check_unchanged(self) -> None:
+        """Looks whether what is kept is what was seen.
+
+        Raises:
+            RuntimeError: something was changed in place after it was recorded.
+        """
+        for name, value, version in self.versions:
             if value._version != version:
                 raise RuntimeError(
                     f"{name} was changed in place after it was recorded, by the model or by a hook; "
                     "its adapter has to declare that it is to be copied"
                 )
-        return self.values
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,10 +22,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_torch_flex_attn_available
 
 from adapters.attention import pattern_of, result_of, scores_of
-from adapters.spread import Cut
 from adapters.views import Args, Call, Deferred, Kwargs, View
 from adapters.views.attention import KernelArguments
-from bridge.taps.tap import LOCK, PatchedFunction, calling_instead
+from bridge.sharing import SharedTensor
+from bridge.taps.taps import LOCK, PatchedFunction, calling_instead
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What kernels that are no torch functions mean by their masks, as a mask to be added to the scores.
@@ -33,7 +33,7 @@ from bridge.taps.tap import LOCK, PatchedFunction, calling_instead
 
 
 #: Which positions of an axis: as they are indexed with.
-Positions = slice | Tensor
+QueryPositions = slice | Tensor
 
 
 def additive_mask(
@@ -42,7 +42,7 @@ def additive_mask(
     key: Shaped[Tensor, "batch kv_head key_pos d_head"],
     mask: Any,
     options: Mapping[str, Any],
-    chosen: Positions | None = None,
+    chosen: QueryPositions | None = None,
 ) -> Tensor | None:
     """Which keys each query may see.
 
@@ -73,7 +73,7 @@ def additive_mask(
     return allowed
 
 
-def of_queries(x: Tensor, chosen: Positions | None) -> Tensor:
+def of_queries(x: Tensor, chosen: QueryPositions | None) -> Tensor:
     """The rows of some queries.
 
     Args:
@@ -86,7 +86,7 @@ def of_queries(x: Tensor, chosen: Positions | None) -> Tensor:
 def causal_mask(
     query: Shaped[Tensor, "batch head pos d_head"],
     key: Shaped[Tensor, "batch kv_head key_pos d_head"],
-    chosen: Positions | None = None,
+    chosen: QueryPositions | None = None,
     offset: int = 0,
     window: int | None = None,
 ) -> Shaped[Tensor, "chosen key_pos"]:
@@ -106,7 +106,7 @@ def causal_mask(
 
 
 def _causal(
-    query: Tensor, key: Tensor, options: Mapping[str, Any], chosen: Positions | None, last_aligned: bool
+    query: Tensor, key: Tensor, options: Mapping[str, Any], chosen: QueryPositions | None, last_aligned: bool
 ) -> Tensor | None:
     """Which keys each query may see where only "causal" was said; None: all of them.
 
@@ -146,7 +146,7 @@ class AttentionCall:
     dropout: float = 0.0
     kernel: str = ""
     options: dict[str, Any] = field(default_factory=dict)
-    chosen: Positions | None = None
+    chosen: QueryPositions | None = None
 
     @classmethod
     def of_torch(cls, given: KernelArguments, n_heads: int) -> AttentionCall:
@@ -166,24 +166,24 @@ class AttentionCall:
             query, key, key, mask, self.n_heads, self.scale, self.causal, 0.0, self.kernel, options
         )  # fmt: skip
 
-    def of_queries(self, chosen: Positions) -> AttentionCall:
+    def of_queries(self, chosen: QueryPositions) -> AttentionCall:
         """The same call, of some queries alone. (`dataclasses.replace` takes longer than a small product.)"""
         return AttentionCall(
             self.query, self.key, self.value, self.mask, self.n_heads, self.scale, self.causal, self.dropout,
             self.kernel, self.options, chosen,
         )  # fmt: skip
 
-    def whole(self, cut: Cut) -> AttentionCall:
+    def whole(self, shared: SharedTensor) -> AttentionCall:
         """The call with the heads of all processes, without values: for those who only look."""
-        heads, n = self.n_heads, self.n_heads * cut.parts
+        heads, n = self.n_heads, self.n_heads * shared.parts
         mask, options = self.mask, dict(self.options)
         if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] == heads > 1:
-            mask = cut.joined(mask)
+            mask = shared.joined(mask)
         if options.get("s_aux") is not None:
-            options["s_aux"] = replace(cut, axis=0).joined(options["s_aux"])
-        key = cut.joined(self.key)
+            options["s_aux"] = shared.joined(options["s_aux"], axis=0)
+        key = shared.joined(self.key)
         return AttentionCall(
-            cut.joined(self._queries()), key, key, mask, n, self.scale, self.causal, 0.0, self.kernel, options
+            shared.joined(self._queries()), key, key, mask, n, self.scale, self.causal, 0.0, self.kernel, options
         )  # fmt: skip
 
     def versions(self) -> tuple[int, ...]:

@@ -17,11 +17,11 @@ from adapters.points import call_number, missing_module_message
 from adapters.views import Args, Kwargs
 from bridge.hooks.context import CURRENT, Scope
 from bridge.hooks.hooks import HookPoint
-from bridge.hooks.modules import argument, element_of
+from bridge.hooks.modules import NotCopied, argument, element_of
 from bridge.wiring.site import OwnedHook, SiteHook, add_all, remove_all
 
 
-class Place:
+class ReadSite:
     """One site that is read: its module, and the hook points that stand there.
 
     Attributes:
@@ -51,7 +51,7 @@ class Place:
 
 
 #: What is called with what passed a place: it, the tensor, and the call: module, args, kwargs.
-Keep = Callable[[Place, Tensor, nn.Module, Args, Kwargs], None]
+Keep = Callable[[ReadSite, Tensor, nn.Module, Args, Kwargs], None]
 
 
 class _Reading:
@@ -76,7 +76,7 @@ class _Turn:
         self.reading: _Reading | None = None
 
 
-class ReadingHook:
+class ReadingHook(NotCopied):
     """The torch hook at one place. Runs use it one after the other.
 
     Args:
@@ -86,17 +86,10 @@ class ReadingHook:
 
     __slots__ = ("place", "turn")
 
-    def __init__(self, place: Place | None, turn: _Turn) -> None:
+    def __init__(self, place: ReadSite | None = None, turn: _Turn | None = None) -> None:
         if place is not None:
-            self.place: Place = place
-        self.turn = turn
-
-    # A copy of the model that is made meanwhile carries inert ones.
-    def __reduce__(self) -> tuple[object, ...]:
-        return _inert, ()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ReadingHook:
-        return _inert()
+            self.place: ReadSite = place
+        self.turn = _Turn() if turn is None else turn
 
     def on_output(self, module: nn.Module, args: Args, output: Any) -> None:
         """The forward hook."""
@@ -118,10 +111,6 @@ class ReadingHook:
             plain = place.key is None and args and isinstance(args[0], Tensor)
             x = args[0] if plain else argument(module, args, kwargs or {}, place.key)[0]
             reading.keep(place, x, module, args, kwargs or {})
-
-
-def _inert() -> ReadingHook:
-    return ReadingHook(None, _Turn())
 
 
 class ReadingPlan:
@@ -150,7 +139,7 @@ class ReadingPlan:
         #: The modules that led to the places, and what was in each. A plan keeps none of them alive.
         self._holders: dict[int, tuple[weakref.ref[nn.Module], list[int]]] = {}
         self._lasting = True
-        self._places = [Place(site, self._find(site), at[site]) for site in at]
+        self._places = [ReadSite(site, self._find(site), at[site]) for site in at]
         self._modules = [place.module for place in self._places]
         #: Hooks for all places that no run uses now: runs of several threads have some each.
         self._idle: list[tuple[_Turn, list[OwnedHook]]] = []

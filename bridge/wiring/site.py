@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from adapters.imports import checkpointing_method
-from adapters.linear import materialized
 from adapters.points import Site, call_number, core_path, module_path
-from adapters.spread import Alike, Layout
 from adapters.views import Args, Call, Kwargs
-from bridge.hooks.context import CURRENT, ForwardPass
-from bridge.hooks.hooks import HookPoint, agreed_part
-from bridge.hooks.modules import Finder, argument, element_of, with_argument, with_element
+from bridge.hooks.context import CURRENT, ForwardPass, SourceSite
+from bridge.hooks.hooks import HookPoint
+from bridge.hooks.modules import Finder, NotCopied, argument, element_of, with_argument, with_element
+from bridge.sharing import SharedTensor
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Torch hooks without handles: to make one and to remove with it takes longer than most of our hooks do.
@@ -120,19 +118,6 @@ def remove_forward_hook(module: nn.Module, owner: object) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class CopyProvider(Protocol):
-    """What a site's torch hook offers here.
-
-    Attributes:
-        readers: the hook points that may be given a copy of their own.
-    """
-
-    readers: tuple[HookPoint, ...]
-
-    def update(self) -> None:
-        """Attaches or detaches the torch hook, as it is needed now."""
-
-
 def separate_readers(points: Iterable[HookPoint]) -> tuple[str, ...]:
     """The points that read this site one by one, when the present code asks for gradients here."""
     context = CURRENT.get()
@@ -169,7 +154,7 @@ class SeparateReading:
         reader: the reader.
     """
 
-    def __init__(self, claims: CopyProvider, reader: HookPoint) -> None:
+    def __init__(self, claims: SiteHook, reader: HookPoint) -> None:
         self._claims, self._reader = claims, reader
         claims.readers = (*claims.readers, reader)
         claims.update()
@@ -233,7 +218,7 @@ class SiteHandler:
         return None if new is x else with_element(output, place, new)
 
 
-class SiteHook(SiteHandler):
+class SiteHook(SiteHandler, SourceSite, NotCopied):
     """The torch hook on one site: there while somebody needs it.
 
     Args:
@@ -263,12 +248,8 @@ class SiteHook(SiteHandler):
         self.attached_to: nn.Module | None = None
         self._last_writer = -1
 
-    # A copy of a model that has hooks attached carries inert ones: hooks belong to one bridge.
-    def __reduce__(self) -> tuple[Any, ...]:
+    def left_in_copy(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return SiteHook, (self.site,)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SiteHook:
-        return SiteHook(self.site)
 
     @property
     def module(self) -> nn.Module | None:
@@ -402,54 +383,31 @@ class SiteHook(SiteHandler):
         return run.is_call(module, number)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The torch hook at a site of a model that several processes share.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 class SharedSite(SiteHook):
     """Shows the whole of a tensor of which each process has a part, and cuts again what hooks make of it.
 
     Args:
         site, find, attached: as for `SiteHook`.
-        layout: how the model is spread.
+        shared: how its tensor is shared.
     """
 
-    __slots__ = ("_cut", "_given", "_layout", "reads_plainly")
+    __slots__ = ("_shared", "reads_plainly")
 
-    def __init__(self, site: Site, find: Finder, attached: dict[SiteHook, None], layout: Layout) -> None:
+    def __init__(self, site: Site, find: Finder, attached: dict[SiteHook, None], shared: SharedTensor) -> None:
         super().__init__(site, find, attached)
-        self._cut = layout.cut(site)
-        inside = module_path(site.path) in layout.styles
-        given = layout.cut(Site(site.path, "input")) if inside else None
-        self._given = None if isinstance(given, Alike) else given
-        self._layout = layout
-        self.reads_plainly = isinstance(self._cut, Alike) and not inside
+        self._shared, self.reads_plainly = shared, shared.is_plain
 
     def see(self, x: Tensor, module: nn.Module, args: Args, kwargs: Kwargs) -> Tensor:
         """Runs the points in turn, on the whole."""
         active = [point for point in self.points if point.has_visible_listeners]
         if not (active or self.watchers or self.readers):
             return x
-        self._layout.check_in_place(self.site.path, module)
+        self._shared.check_in_place(module)
         # What is read separately, and some views, are computed from the module and its input.
         if self.readers or any(point.view.contextual for point in active):
-            module = _whole(module)
-            args = (self._given.whole(args[0]), *args[1:]) if self._given is not None and args else args
+            module, args = self._shared.whole_call(module, args)
         see = super().see
-        assert self._cut is not None
-        return agreed_part(x, self._cut, active, lambda all_: see(all_, module, args, kwargs))
-
-
-def _whole(module: nn.Module) -> nn.Module:
-    """A linear layer with its weights put together; any other module as it is."""
-    if type(module) is not nn.Linear or not isinstance(module.weight, DTensor):
-        return module
-    new = nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
-    for name in dict(new.named_parameters()):
-        del new._parameters[name]
-        new.__dict__[name] = materialized(module, name)  # no parameter: gradients go on to the module's own
-    return new
+        return self._shared.agreed(x, active, lambda everything: see(everything, module, args, kwargs))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -457,7 +415,7 @@ def _whole(module: nn.Module) -> nn.Module:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class CallCounter:
+class CallCounter(NotCopied):
     """Counts, in each pass, the calls of modules that run several times.
 
     Nothing is attached for a model that has none, or while nobody may listen.
@@ -471,13 +429,6 @@ class CallCounter:
         self._core: Finder | None = None
         self._handles: list[RemovableHandle] = []
         self._users = 0
-
-    # A copy of a model that has hooks attached carries inert ones.
-    def __deepcopy__(self, memo: dict[int, object]) -> CallCounter:
-        return CallCounter()
-
-    def __reduce__(self) -> tuple[Callable[[], CallCounter], tuple[()]]:
-        return CallCounter, ()
 
     def add(self, root: nn.Module, paths: Iterable[str]) -> None:
         """Takes in the modules at paths that mean one of a module's calls."""

@@ -16,7 +16,7 @@ from bridge import TransformerBridge
 from bridge.run import layer_range
 from bridge.taps import attention
 from bridge.taps import attention_call as kernels
-from bridge.taps import tap as patched_functions
+from bridge.taps import taps as patched_functions
 from bridge.wiring import compiled, wiring
 from bridge.wiring.compiled import uncompiled
 from tests.conftest import tiny, torch_hooks
