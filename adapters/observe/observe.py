@@ -13,8 +13,8 @@ proofs read the calls alone.
 2. `record` keeps the graph, too: a tensor at a border is kept with its numbers, and with its `mark`, a few bytes that
    are the same for all tensors of the same numbers, so that who reads what can be looked up.
 3. `AttentionRecorder` sees torch's own functions. It records softmaxes, those by hand included (`SoftmaxByHand`),
-   computes fused attention in full (`scores_of`, `pattern_of`, `result_of`), and lets the pattern out as a constant: so the
-   gradient of `z` reaches the values alone.
+   computes fused attention in full (`scores_of`, `pattern_of`, `result_of`), and lets the pattern out as a constant: so
+   the gradient of `z` reaches the values alone.
 4. Version counters tell what the model has written over since: such a place is declared to be copied.
 
 **It refuses** (`NotFound`) a model that does not run on what it is given, or exchanges its modules in every run. Hooks
