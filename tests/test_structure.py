@@ -21,11 +21,12 @@ MAY_USE = {
     "adapters": set(),
     "weight_processing": {"adapters"},
     "bridge.hooks": {"adapters"},
-    "bridge.taps": {"adapters", "bridge.hooks"},
+    "bridge.sharing": {"adapters", "bridge.hooks"},
+    "bridge.taps": {"adapters", "bridge.hooks", "bridge.sharing"},
     "bridge.weights": {"adapters", "bridge.hooks"},
     "bridge.analysis": {"adapters", "bridge.hooks", "bridge.weights"},
     "bridge.cache": {"adapters", "bridge.hooks", "bridge.analysis"},
-    "bridge.wiring": {"adapters", "bridge.hooks", "bridge.taps"},
+    "bridge.wiring": {"adapters", "bridge.hooks", "bridge.sharing", "bridge.taps"},
     "bridge.interventions": {"adapters", "bridge.hooks"},
     "bridge.run": {"adapters", "bridge.hooks", "bridge.taps", "bridge.wiring"},
     "bridge.generation": {
@@ -96,7 +97,7 @@ MUTABLE = {
         "_CODES",
     ): "what torch compiled, for like programs to come; let go of with the bridge",
     ("bridge/run/layer_range.py", "_LOCK"): "held while a model's module is changed for a run, or changed back",
-    ("bridge/taps/tap.py", "LOCK"): "held while a function that models look up is exchanged, or put back",
+    ("bridge/taps/taps.py", "LOCK"): "held while a function that models look up is exchanged, or put back",
     (
         "bridge/trace/coroutine.py",
         "_IDLE",

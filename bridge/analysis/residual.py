@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from bridge.analysis.decomposition import Group, Term, stacked, stream_at, terms_of
+from bridge.analysis.decomposition import Group, StreamTerm, stacked, stream_at, terms_of
 from bridge.analysis.layer_outputs import gradients_of, norm_before, norm_of, results_of_heads, results_of_neurons
 from bridge.analysis.requirements import AnalysedRun, Index, layer_of, pick, refuse_no_logit_sum, require
 from bridge.hooks.arguments import check_choice, refuse_wrong_types
@@ -641,7 +641,7 @@ class ResidualMethods(AttributionMethods):
 
     def _finished(
         self,
-        terms: list[Term],
+        terms: list[StreamTerm],
         layer: int | None,
         mlp_input: bool,
         apply_ln: bool,

@@ -6,7 +6,7 @@ and Black 2022, "The Singular Value Decompositions of Transformer Weight Matrice
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -119,20 +119,6 @@ class SVDInterpreter:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class HasCircuits(Protocol):
-    """What composition scores need of a bridge."""
-
-    @property
-    def OV(self) -> FactoredMatrix:
-        """Each head's ``W_V @ W_O``, ``[n_layers, n_heads, d_model, d_model]``."""
-        ...
-
-    @property
-    def QK(self) -> FactoredMatrix:
-        """Each head's ``W_Q @ W_K.T``, ``[n_layers, n_heads, d_model, d_model]``."""
-        ...
-
-
 @refuse_wrong_types
 def composition_scores(
     left: FactoredMatrix, right: FactoredMatrix, broadcast_dims: bool = True
@@ -176,23 +162,22 @@ def composition_scores(
     return products / left_norms.reshape((*left_norms.shape, *(1,) * right_norms.ndim)) / right_norms
 
 
-def all_scores(model: HasCircuits, mode: str) -> Float[Tensor, "n_layers n_heads n_layers n_heads"]:
+def all_scores(OV: FactoredMatrix, QK: FactoredMatrix, mode: str) -> Float[Tensor, "n_layers n_heads n_layers n_heads"]:
     """The composition scores of all pairs of heads; see `TransformerBridge.all_composition_scores`.
 
     Args:
-        model: the bridge.
+        OV, QK: each head's ``W_V @ W_O`` and ``W_Q @ W_K.T``, ``[n_layers, n_heads, d_model, d_model]``.
         mode: ``Q``, ``K`` or ``V``.
 
     Example:
         >>> from bridge import TransformerBridge
         >>> from bridge.analysis.svd import all_scores
-        >>> all_scores(TransformerBridge.boot_embedded(), "K").shape
+        >>> bridge = TransformerBridge.boot_embedded()
+        >>> all_scores(bridge.OV, bridge.QK, "K").shape
         torch.Size([4, 4, 4, 4])
     """
     check_choice("mode", mode, ("Q", "K", "V"))
-    left = model.OV
-    right = left if mode == "V" else model.QK if mode == "Q" else model.QK.T
-    scores = composition_scores(left, right)
+    scores = composition_scores(OV, OV if mode == "V" else QK if mode == "Q" else QK.T)
     layers = torch.arange(len(scores), device=scores.device)
     earlier = layers[:, None, None, None] < layers[None, None, :, None]
     return torch.where(earlier, scores, 0.0)

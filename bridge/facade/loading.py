@@ -92,7 +92,7 @@ class LoadingMethods(WeightMethods):
             >>> TransformerBridge.boot_transformers(str(MODEL_DIR)).cfg.n_layers
             4
         """
-        source = loading.loading.Source(
+        source = loading.loading.ModelOrigin(
             name=model_name, revision=revision, checkpoint_index=checkpoint_index, checkpoint_value=checkpoint_value,
             gguf_file=gguf_file, cache_dir=cache_dir, force_download=force_download,
             local_files_only=local_files_only, token=token, trust_remote_code=trust_remote_code,

@@ -147,7 +147,7 @@ class RunMethods(HookMethods, TokenMethods):
             output = self.forward(input, **forward_kwargs)
             if incl_bwd:
                 recorder.backward(output)
-        cache = ActivationCache(recorder.finish(named_one_by_one(names_filter)), self)
+        cache = ActivationCache.of_run(recorder.finish(named_one_by_one(names_filter)), self)
         if remove_batch_dim:
             cache.remove_batch_dim()
         if not reset_hooks_end:

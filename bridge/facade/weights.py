@@ -367,7 +367,7 @@ class WeightMethods(TokenMethods):
             >>> bool((scores[0, :, 1] > 0).all()), bool((scores[1, :, 1] == 0).all())
             (True, True)
         """
-        return all_scores(self, mode)
+        return all_scores(self.OV, self.QK, mode)
 
     @refuse_wrong_types
     def accumulated_bias(

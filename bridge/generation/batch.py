@@ -18,6 +18,7 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 
 from adapters.imports import check_batching
+from adapters.spread import refuse_context_parallel
 from bridge.bases.bases import read_by
 from bridge.cache import ActivationCache
 from bridge.generation.options import RunnableBridge, check_generates, decode
@@ -205,7 +206,8 @@ def generate_batch(
         prompts: as tokens.
         interventions, each, options: as there.
     """
-    bridge.wiring.refuse_own_rows("generate_batch")
+    if (sharing := bridge.wiring.sharing) is not None:
+        sharing.refuse("generate_batch", own_rows_alone=True)
     check_batching()
     check_generates(bridge)
     if bridge.core.config.is_encoder_decoder or not hasattr(bridge.core, "init_continuous_batching"):
@@ -229,13 +231,16 @@ def generate_batch(
     if not good:
         return iter([_answer(bridge, request, [], ()) for request in failed])
     lengths = [len(request.prompt) for request in good]
-    bridge.wiring.check_all_alike([[hook.name for hook in (*edits, *captured)], prompts, options.max_new_tokens])
-    free = bridge.wiring.least(free_memory(bridge.core.device))
+    free = free_memory(bridge.core.device)
+    refuse_context_parallel()
+    if sharing is not None:
+        sharing.check_alike([[hook.name for hook in (*edits, *captured)], prompts, options.max_new_tokens])
+        free = sharing.least(free)
     room = capacity_for(bridge.core, lengths, options.max_new_tokens, free)
     batch = _Batch(bridge, good, edits, captured, options, room)
     answers = _answers(batch, failed)
     # Where processes share the model, nothing else may be asked of it meanwhile: all are made before one is given.
-    return answers if bridge.wiring.group is None else iter(list(answers))
+    return answers if sharing is None else iter(list(answers))
 
 
 def _edits(

@@ -22,6 +22,7 @@ from transformers.utils import ModelOutput
 
 from adapters.inputs import accepted_arguments
 from adapters.points import core_path
+from adapters.spread import refuse_context_parallel
 from adapters.views import Deferred
 from bridge.cache import ActivationCache
 from bridge.generation.options import (
@@ -302,7 +303,9 @@ def run_generate(
 ) -> Any:
     """Calls the model's own `generate`, or that of a program."""
     random = bool(chosen(bridge, arguments, "do_sample"))
-    bridge.wiring.check_all_alike([prompt.kwargs, arguments.get("max_new_tokens")], random)
+    refuse_context_parallel()
+    if (sharing := bridge.wiring.sharing) is not None:
+        sharing.check_alike([prompt.kwargs, arguments.get("max_new_tokens")], random)
     model = program or bridge.original_model
     generate: Any = model.generate  # nn.Module knows nothing of it
     if bridge.wiring.listening and program is None:
@@ -340,9 +343,10 @@ def generating(bridge: RunnableBridge, generation: Generation, prompt: Generatio
     if bridge.wiring.listening:
         bridge.wiring.check_in_place()
     find = Finder(bridge.original_model, core_path(bridge.original_model))
-    with forward_pass(generation) as run, forced_eager(find) if bridge.wiring.listening else nullcontext():
-        run.gradients = False
-        run.take_arguments(bridge.core, prompt.kwargs)
+    begun = forward_pass(generation)
+    with begun, forced_eager(find) if bridge.wiring.listening else nullcontext():
+        begun.run.gradients = False
+        begun.run.take_arguments(bridge.core, prompt.kwargs)
         yield
 
 

@@ -14,7 +14,7 @@ from torch.nn.functional import silu
 from adapters.mixers import FUNCTIONS, ONE_STEP, FunctionTensor, functions_of
 from adapters.views import Args, Call, Kwargs
 from bridge.hooks.context import CURRENT, ForwardPass
-from bridge.taps.tap import PatchedFunction, Tap, calling_instead
+from bridge.taps.taps import PatchedFunction, Tap, calling_instead
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The states of a mixer's recurrence, one position after the other, by the model's own function for one step.

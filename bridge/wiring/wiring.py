@@ -1,104 +1,58 @@
-"""Where hook points meet torch: one torch hook for each site that someone listens to, and none for the others."""
+"""`Wiring`: where hook points meet torch. One torch hook for each site that somebody listens to, and none for the
+others.
+
+What comes in are listeners at hook points, and what their adapter declares of these: the site, a path into the model,
+and what to read there. What goes out is a model with exactly the torch hooks that those listeners need, and, when
+they are gone, the model as it was.
+
+1. *Place.* Each declared point gets a home (`place`): the `SiteHook` of a module's input or output, which several
+   points may share, or a tap for what lies inside of a forward (`TAPS`). Nothing is attached by that.
+2. *Add.* The first listener at a point connects it (`add`, `_connect`): its torch hook or its tap, those of the sites
+   that its view needs besides, and the points that follow it. The last one to go takes them away (`remove`), by
+   handle. Hooks of a scope come and go together (`scoped`).
+3. *Read many.* A cache of everything is at hundreds of places, and to ask at each who sees what costs as much as a
+   small model's pass. Where nobody changes anything, a `ReadingPlan` knows all places, and is used again (`reading`).
+4. *Direct calls.* While somebody may change something, a call of the Hugging Face model itself has to be told apart
+   as a pass (`PassBoundary`), compiled code has to stand aside, and blocks that backward computes again bring their
+   hooks along: all in `bridge.wiring.compiled`.
+
+Refused: hooks that one run cannot serve together (`check_clash`); a module that was replaced while hooks were on it,
+or that stands at two places; attaching from within compiled code. Not known here: what a run takes and returns,
+tokens, families of models. What processes share is asked of `sharing`, which a model in one process does not have.
+"""
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TypeVar
 
-import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from adapters.points import Point, Site, base_path, core_path, has_module
-from adapters.spread import DifferentEditsError, Layout, Peers, number_of, refuse_context_parallel
+from adapters.spread import Layout, refuse_context_parallel
 from adapters.views import Branch
 from bridge.hooks.context import CURRENT, Listener, Scope, open_scope
 from bridge.hooks.hooks import AttachesListeners, HookPoint, LeaderEdit
 from bridge.hooks.modules import Finder, TokenEmbedding, check_places
-from bridge.taps.tap import Tap, noop_hook
-from bridge.taps.taps import TAPS, tap_on
+from bridge.sharing import Sharing
+from bridge.taps.attention import AttentionTap
+from bridge.taps.experts import BatchedExpertsTap, ExpertsTap, RouterTap
+from bridge.taps.recurrence import RecurrenceTap
+from bridge.taps.taps import Tap, noop_hook
 from bridge.wiring.compiled import CheckpointedBlocks, ForcedEager, PassBoundary, refuse_inside_compiled
 from bridge.wiring.reading_plan import Keep, ReadingPlan
-from bridge.wiring.site import CallCounter, SeparateReading, SharedSite, SiteHook, add_forward_hook, remove_forward_hook
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Hook points that one run cannot serve together.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def check_clash(point: HookPoint, listener: Listener, in_block: Callable[[], Iterable[HookPoint]]) -> None:
-    """Refuses what one run cannot give.
-
-    Args:
-        point: the hook point.
-        listener: what is to be attached there.
-        in_block: the hook points of the same block.
-
-    Raises:
-        ValueError: gradients are asked for at the norm that the heads share, in a run in which heads are
-            given inputs of their own.
-    """
-    clash: Callable[[HookPoint], bool]
-    if point.point.separate_consumers and listener.kind in ("bwd", "edge"):
-        clash, kinds = _own_inputs, frozenset({"fwd", "bwd", "edge", "follow", "leader"})
-    elif _own_inputs(point):
-        clash, kinds = _shared_norm, frozenset({"bwd", "edge"})
-    else:
-        return
-    context = CURRENT.get()
-    for other in in_block():
-        if clash(other) and any(
-            x.kind in kinds and (x.scope is listener.scope or x.scope in context.visible) for x in other.listeners
-        ):
-            raise ValueError(
-                f"{point.name} and {other.name} cannot be had together: with hooks at the one each head reads an "
-                "input of its own, and then the gradient at the other, which all heads share, means nothing. "
-                "Use two runs. (A filter is asked about every hook point: let it leave out names with attn_in and "
-                "_input. For a cache of everything, switch set_use_split_qkv_input and set_use_attn_in off.)"
-            )
-
-
-def _own_inputs(point: HookPoint) -> bool:
-    return point.point.flag in ("use_split_qkv_input", "use_attn_in") and not isinstance(point.view, Branch)
-
-
-def _shared_norm(point: HookPoint) -> bool:
-    return bool(point.point.separate_consumers)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The order of hook points when one comes in later.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def order_behind(points: dict[str, HookPoint], hook: HookPoint, behind: HookPoint) -> None:
-    """Moves a hook point right behind another one and what stands on that, and counts all of them anew.
-
-    It comes before those that follow a point elsewhere, unless it does so itself: what they add goes on top.
-
-    Args:
-        points: the hook points by name, in their order; changed in place.
-        hook: the one to be moved.
-        behind: the other one.
-    """
-    in_order = [point for point in points.values() if point is not hook]
-    at = in_order.index(behind) + 1
-    following = {follower.name for point in in_order for follower in point.point.linked}
-    last = hook.name in following
-    while at < len(in_order) and in_order[at].name.startswith(f"{behind.name}."):
-        if in_order[at].name in following and not last:
-            break
-        at += 1
-    in_order.insert(at, hook)
-    points.clear()
-    points.update((point.name, point) for point in in_order)
-    for order, point in enumerate(in_order):
-        point.order = order
-
+from bridge.wiring.site import (
+    CallCounter,
+    OwnedHook,
+    SeparateReading,
+    SharedSite,
+    SiteHook,
+    add_all,
+    remove_all,
+)
 
 T = TypeVar("T")
 
@@ -116,7 +70,7 @@ class Wiring(AttachesListeners):
         points: the hook points by name, in the order of the computation.
         embedding: finds the token embeddings.
         calls: counts those of modules that run several times.
-        spread: how the model is spread over processes, in words; empty where it is not.
+        sharing: what processes that share the model do together; None where one has it alone.
         tapped: the kind of tap that stands on a module, by its path.
     """
 
@@ -129,9 +83,8 @@ class Wiring(AttachesListeners):
     ) -> None:
         super().__init__()
         self._model = Finder(model, "")
-        self.spread = "" if layout is None else layout.said
-        self._layout = None if layout is None or layout.peers is None else layout
         self.points: dict[str, HookPoint] = {}
+        self.sharing = None if layout is None else Sharing(layout, self.points)
         self.tapped: dict[str, str] = {}
         self.calls = CallCounter()
         self._sites: dict[Site, SiteHook] = {}
@@ -210,8 +163,8 @@ class Wiring(AttachesListeners):
         """As `check_in_place`, where the model is called directly: all processes have to."""
         self.check_in_place()
         refuse_context_parallel()
-        if self.peers is not None:
-            self.peers.meet("the model's own call, where hooks are attached,")
+        if self.sharing is not None:
+            self.sharing.meet("the model's own call, where hooks are attached,")
 
     def check_in_place(self) -> None:
         """Looks whether what hooks are attached to is still what stands there.
@@ -238,101 +191,8 @@ class Wiring(AttachesListeners):
                 "modules first, and attach hooks then"
             )
 
-    @property
-    def group(self) -> ProcessGroup | None:
-        """The processes that share each layer of the model; None where none do."""
-        return None if self.peers is None else self.peers.group
-
-    @property
-    def peers(self) -> Peers | None:
-        """Likewise, with how they ask each other."""
-        return None if self._layout is None else self._layout.peers
-
-    def least(self, number: int) -> int:
-        """The smallest that any process has which shares the model, all of which have to ask."""
-        return number if self.peers is None else self.peers.least(number)
-
     def compared(self, make: Callable[[], T], given: Tensor, point: HookPoint) -> T:
-        """What a function makes of a gradient, if processes that share the model make the same of it.
-
-        Args:
-            make: calls it.
-            given: the gradient, which it may write to.
-            point: the hook point.
-
-        Raises:
-            DifferentEditsError: see `Peers.agreed`.
-        """
-        if self.peers is None:
-            return make()
-        made: list[T] = []
-
-        def run() -> Tensor:
-            made.append(make())
-            new = made[0][0] if isinstance(made[0], tuple) else made[0]
-            return new if isinstance(new, Tensor) else given
-
-        self.peers.agreed(run, f"the gradient at {point.name}")
-        return made[0]
-
-    def refuse_own_rows(self, what: str) -> None:
-        """Refuses what has not been made for processes that share a model and have rows of their own.
-
-        Args:
-            what: in words.
-
-        Raises:
-            ValueError: the model is one of theirs.
-        """
-        if self.group is None:
-            self.refuse_spread(what)
-
-    def refuse_spread(self, what: str) -> None:
-        """Refuses what has not been made for models over several processes.
-
-        Args:
-            what: in words.
-
-        Raises:
-            ValueError: the model is one.
-        """
-        if self.spread:
-            raise ValueError(f"{what} is for models in one process, and this one is {self.spread}")
-
-    def check_all_alike(self, given: object, random: bool = False) -> None:
-        """Looks whether all processes that share the model do the same, all of which have to ask.
-
-        Args:
-            given: what the model is given.
-            random: random numbers are drawn in the run.
-
-        Raises:
-            DifferentEditsError: hooks are at other points, or another input or other random numbers are there.
-        """
-        refuse_context_parallel()
-        if self.peers is None:
-            return
-        listening = [hook for hook in self.points.values() if hook.listeners and hook.has_visible_listeners]
-        kinds = [(hook.name, [listener.kind for listener in hook.visible_listeners()]) for hook in listening]
-        numbers = [zlib.crc32(repr(kinds).encode()), number_of(given)]
-        numbers.append(number_of(torch.get_rng_state()) if random else 0)
-        same_points, same_input, same_draws = self.peers.agree(numbers)
-        if not same_points:
-            names = ", ".join(name for name, _ in kinds) or "no hook point"
-            raise DifferentEditsError(
-                f"hooks are at {names} here, and at other hook points on other processes that share this model: "
-                "do the same on all"
-            )
-        if not same_input:
-            raise DifferentEditsError(
-                "the processes that share this model are given different inputs (or masks, lengths of the past, layers "
-                "to run): each computes a part of every row, so give all of them the same"
-            )
-        if not same_draws:
-            raise DifferentEditsError(
-                "the processes that share this model would draw different tokens: call torch.manual_seed with the same "
-                "number on all, or give do_sample=False"
-            )
+        return make() if self.sharing is None else self.sharing.compared(make, given, point.name)
 
     def has_unseen_hooks(self) -> bool:
         """Whether hooks of a ``with`` statement are attached that the present code does not see."""
@@ -361,7 +221,8 @@ class Wiring(AttachesListeners):
             point.add_listener(listener, prepend)
             if listener.kind != "read":
                 self._count_editor(listener, 1)
-                self._listeners_changed(point)
+                if (home := self._homes[point]) is not None and len(home.points) > 1:
+                    home.listeners_changed()
                 if declared.linked or declared.separate_consumers:
                     self._connect_followers(point, listener)
 
@@ -378,10 +239,10 @@ class Wiring(AttachesListeners):
             left = point.listeners
             if self._following:
                 self._disconnect_followers(point, left)
-            if left:
-                self._listeners_changed(point)
-            else:
+            if not left:
                 self._disconnect(point)
+            elif (home := self._homes[point]) is not None and len(home.points) > 1:
+                home.listeners_changed()
 
     @contextmanager
     def scoped(self, members: Sequence[tuple[HookPoint, Listener]], scope: Scope) -> Iterator[None]:
@@ -392,7 +253,8 @@ class Wiring(AttachesListeners):
             scope: what the listeners belong to.
         """
         refuse_inside_compiled()
-        self.attach_members(members, scope)
+        scope.members.extend(members)
+        self.attach_scope(scope)
         try:
             with open_scope(scope):
                 yield
@@ -436,7 +298,10 @@ class Wiring(AttachesListeners):
         others = plan.others if quick else points
         self.listen(others, listener)
         try:
-            with self.calls.counted(), plan.attached(keep, listener.scope) if quick else nullcontext():
+            with (
+                self.calls.counted() if self.calls.modules else nullcontext(),
+                plan.attached(keep, listener.scope) if quick else nullcontext(),
+            ):
                 yield
         finally:
             self.stop_listening(others, listener)
@@ -478,54 +343,47 @@ class Wiring(AttachesListeners):
 
     def _connect(self, point: HookPoint, before: HookPoint | None = None) -> None:
         """Attaches what a hook point needs; the one `before` it was connected just now."""
-        self.calls.change(1)
+        if self.calls.modules:
+            self.calls.change(1)
         home = self._homes[point]
         if home is None:
             site = point.point.site
             same = before is not None and (before.point.site.path, before.point.site.kind) == (site.path, site.kind)
             tap = self._taps[before] if same and before else tap_on(site.kind, self.finder(site.path).module)
-            cut = None if self._layout is None else self._layout.cut(site)
-            if self._layout is not None and cut is not None:
-                self._layout.check_in_place(site.path, tap.module)
-                tap.cuts[str(site.key)] = cut
+            if self.sharing is not None and (shared := self.sharing.tensor_at(site)) is not None:
+                shared.check_in_place(tap.module)
+                tap.shared[str(site.key)] = shared
             self._taps[point] = tap
             tap.connect(str(site.key), point)
         else:
             home.add(point)
         for source in point.point.sources:
-            hook = self._sites[source]
-            hook.watchers += 1
-            hook.update()
+            self._sites[source].watch(1)
         self._connected += 1
 
     def _disconnect(self, point: HookPoint) -> None:
         self._connected -= 1
-        self.calls.change(-1)
+        if self.calls.modules:
+            self.calls.change(-1)
         home = self._homes[point]
         if home is None:
             self._taps.pop(point).disconnect(str(point.point.site.key), point)
         else:
             home.discard(point)
         for source in point.point.sources:
-            hook = self._sites[source]
-            hook.watchers -= 1
-            hook.update()
+            self._sites[source].watch(-1)
 
     def _site(self, site: Site) -> SiteHook:
         hook = self._sites.get(site)
         if hook is None:
             find = Finder(self.model, site.path)
-            if self._layout is None:
+            shared = None if self.sharing is None else self.sharing.tensor_at(site)
+            if shared is None:
                 hook = SiteHook(site, find, self._attached)
             else:
-                hook = SharedSite(site, find, self._attached, self._layout)
+                hook = SharedSite(site, find, self._attached, shared)
             self._sites[site] = hook
         return hook
-
-    def _listeners_changed(self, point: HookPoint) -> None:
-        home = self._homes[point]
-        if home is not None and len(home.points) > 1:
-            home.listeners_changed()
 
     def _count_editor(self, listener: Listener, by: int) -> None:
         """Direct calls of the model have to be told apart as passes while anyone may change something."""
@@ -573,6 +431,103 @@ class Wiring(AttachesListeners):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Which tap is for which kind of site that is not simply a module's input or output.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+#: The tap for each kind of site that is not simply a module's input or output.
+TAPS: dict[str, type[Tap]] = {
+    "attention": AttentionTap,
+    "softmax": AttentionTap,
+    "experts": ExpertsTap,
+    "batched experts": BatchedExpertsTap,
+    "router": RouterTap,
+    "recurrence": RecurrenceTap,
+}
+
+
+def tap_on(kind: str, module: nn.Module) -> Tap:
+    """The tap of this kind on a module: the one that another bridge around the model has put there, or a new one."""
+    there = module.__dict__.get("forward")
+    return there if type(there) is TAPS[kind] else TAPS[kind](module)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Hook points that one run cannot serve together.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def check_clash(point: HookPoint, listener: Listener, in_block: Callable[[], Iterable[HookPoint]]) -> None:
+    """Refuses what one run cannot give.
+
+    Args:
+        point: the hook point.
+        listener: what is to be attached there.
+        in_block: the hook points of the same block.
+
+    Raises:
+        ValueError: gradients are asked for at the norm that the heads share, in a run in which heads are
+            given inputs of their own.
+    """
+    clash: Callable[[HookPoint], bool]
+    if point.point.separate_consumers and listener.kind in ("bwd", "edge"):
+        clash, kinds = _own_inputs, frozenset({"fwd", "bwd", "edge", "follow", "leader"})
+    elif _own_inputs(point):
+        clash, kinds = _shared_norm, frozenset({"bwd", "edge"})
+    else:
+        return
+    context = CURRENT.get()
+    for other in in_block():
+        if clash(other) and any(
+            x.kind in kinds and (x.scope is listener.scope or x.scope in context.visible) for x in other.listeners
+        ):
+            raise ValueError(
+                f"{point.name} and {other.name} cannot be had together: with hooks at the one each head reads an "
+                "input of its own, and then the gradient at the other, which all heads share, means nothing. "
+                "Use two runs. (A filter is asked about every hook point: let it leave out names with attn_in and "
+                "_input. For a cache of everything, switch set_use_split_qkv_input and set_use_attn_in off.)"
+            )
+
+
+def _own_inputs(point: HookPoint) -> bool:
+    return point.point.flag in ("use_split_qkv_input", "use_attn_in") and not isinstance(point.view, Branch)
+
+
+def _shared_norm(point: HookPoint) -> bool:
+    return bool(point.point.separate_consumers)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The order of hook points when one comes in later.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def order_behind(points: dict[str, HookPoint], hook: HookPoint, behind: HookPoint) -> None:
+    """Moves a hook point right behind another one and what stands on that, and counts all of them anew.
+
+    It comes before those that follow a point elsewhere, unless it does so itself: what they add goes on top.
+
+    Args:
+        points: the hook points by name, in their order; changed in place.
+        hook: the one to be moved.
+        behind: the other one.
+    """
+    in_order = [point for point in points.values() if point is not hook]
+    at = in_order.index(behind) + 1
+    following = {follower.name for point in in_order for follower in point.point.linked}
+    last = hook.name in following
+    while at < len(in_order) and in_order[at].name.startswith(f"{behind.name}."):
+        if in_order[at].name in following and not last:
+            break
+        at += 1
+    in_order.insert(at, hook)
+    points.clear()
+    points.update((point.name, point) for point in in_order)
+    for order, point in enumerate(in_order):
+        point.order = order
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # What a trace keeps ready while the model runs, for what its body may ask for next.
 # ----------------------------------------------------------------------------------------------------------------------
 
@@ -590,6 +545,7 @@ class TraceOpenings:
 
     def __init__(self, wiring: Wiring, scope: Scope) -> None:
         self._wiring, self._scope = wiring, scope
+        self._noticing = [OwnedHook(id(scope), noop_hook, False)]
         self._paths: set[str] = set()
         self._modules: list[nn.Module] = []
         self._taps: list[Tap] = []
@@ -606,7 +562,7 @@ class TraceOpenings:
                 self._paths.add(path)
                 module = modules.pop()
                 if type(module).forward is not nn.Module.forward:  # a list of modules is never called
-                    add_forward_hook(module, self._scope, noop_hook)
+                    add_all((module,), self._noticing)
                     self._modules.append(module)
                 kind = wiring.tapped.get(path)
                 if kind is not None and kind != "experts":  # that tap computes one expert at a time
@@ -621,18 +577,15 @@ class TraceOpenings:
             for site in sites:
                 if site not in self._watched:
                     self._watched[site] = None
-                    site.watchers += 1
-                    site.update()
+                    site.watch(1)
 
     def close(self) -> None:
         """Ends all of it."""
         with self._wiring.lock:
-            while self._modules:
-                remove_forward_hook(self._modules.pop(), self._scope)
+            remove_all(self._modules, self._noticing * len(self._modules))
+            self._modules.clear()
             while self._taps:
                 self._taps.pop().close(self._scope)
             while self._watched:
-                site, _ = self._watched.popitem()
-                site.watchers -= 1
-                site.update()
+                self._watched.popitem()[0].watch(-1)
             self._paths.clear()
