@@ -10,8 +10,10 @@ export HF_HUB_OFFLINE ?= 1
 demo: $(STAMP)
 	$(BIN)/python -m bridge demo
 
+# `make test TIER=core`: the rooms of one tier (core, programs, studies, harvest, legacy).
+TIER ?=
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(if $(TIER),tests=$$($(BIN)/python tools/structure.py --tests $(TIER)) &&) $(BIN)/python -m pytest $(if $(TIER),$$tests)
 
 real: $(REAL)/.fetched
 	$(BIN)/python -m pytest tests/real tests/examples -m real
@@ -128,7 +130,7 @@ dist: $(STAMP)
 	$(BIN)/python -m build --outdir dist . > /dev/null
 	mkdir -p build/sdist && tar xzf dist/*.tar.gz -C build/sdist --strip-components=1
 
-# The tests in the unpacked sdist: `make sdist TESTS=tests/public`, some of them.
+# The tests in the unpacked sdist: `make sdist TESTS=tests/distribution`, some of them.
 TESTS ?=
 sdist: dist
 	cd build/sdist && $(CURDIR)/$(BIN)/python -m pytest -p no:cacheprovider -rs $(TESTS)

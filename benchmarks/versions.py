@@ -71,6 +71,7 @@ TOOLS = [
     "pytest>=8",
     "pytest-xdist>=3.6",
     "hypothesis>=6.100",
+    "beartype>=0.20",
     "psutil>=6",
     "scikit-learn",
     "pyarrow>=18",

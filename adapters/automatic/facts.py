@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from adapters.architecture import Block, Part, Stack, Step
-from adapters.attention import Attention, Projection
+from adapters.attention import Attention, Projection, per_head
 from adapters.automatic.attention import FoundAttention
 from adapters.automatic.blocks import FoundStack
 from adapters.automatic.ends import capped_between
@@ -182,7 +182,7 @@ def scale_elsewhere(attention: FoundAttention) -> float | None:
         keys = attention.normed("k").double()[:, position - 1]
     if attention.n_heads % keys.shape[1]:
         return None
-    keys = keys.repeat_interleave(attention.n_heads // keys.shape[1], dim=1)
+    keys = per_head(keys, attention.n_heads)
     factor = _ratio(reached - reached.mean(0), keys - keys.mean(0)) if reached.shape == keys.shape else None
     if factor is None:
         return None

@@ -11,51 +11,8 @@ import numpy as np
 import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from adapters import Weights
-from adapters.architecture import Architecture
-from adapters.config import ModelConfig
-from bridge.hooks.hooks import HookPoint
-from bridge.hooks.names import Names
-
-
-class AnalysedModel(Protocol):
-    """What analyses of activations and weights need of a bridge.
-
-    Attributes:
-        cfg: the facts about the model.
-        original_model: the model.
-        names: its hook points by name and alias.
-        architecture: what its adapter declares.
-        counts_norm_weights: whether attribution to logits counts the final norm's weight.
-    """
-
-    counts_norm_weights: bool
-
-    architecture: Architecture
-    cfg: ModelConfig
-    original_model: nn.Module
-    names: Names
-
-    @property
-    def hook_dict(self) -> dict[str, HookPoint]:
-        """The hook points by canonical name."""
-        ...
-
-    @property
-    def weights(self) -> Weights:
-        """The canonical weights."""
-        ...
-
-    @property
-    def W_U(self) -> Tensor:
-        """The unembedding, ``[d_model, d_vocab]``."""
-        ...
-
-    def to_single_token(self, string: str) -> int:
-        """The id of a text that is one token."""
-        ...
+from bridge.hooks.asked import StudiedBridge
 
 
 def refuse_training(model: nn.Module) -> None:
@@ -68,7 +25,7 @@ def refuse_training(model: nn.Module) -> None:
         raise ValueError("the model is in training mode, in which runs differ by dropout: call bridge.eval() first")
 
 
-def refuse_no_sum(model: AnalysedModel, *, of_normed: bool = False) -> None:
+def refuse_no_sum(model: StudiedBridge, *, of_normed: bool = False) -> None:
     """Refuses a model whose residual stream cannot be taken apart into what was written to it.
 
     Args:
@@ -82,7 +39,7 @@ def refuse_no_sum(model: AnalysedModel, *, of_normed: bool = False) -> None:
         raise ValueError(f"{model.cfg.model_name}: {reason}. The hook points show each stream and each part")
 
 
-def refuse_no_logit_sum(model: AnalysedModel) -> None:
+def refuse_no_logit_sum(model: StudiedBridge) -> None:
     """Refuses a model whose logits are no sum over the terms of its residual stream.
 
     Args:
@@ -95,24 +52,7 @@ def refuse_no_logit_sum(model: AnalysedModel) -> None:
         raise ValueError(f"{model.cfg.model_name}: {reason}")
 
 
-class HasStream(Protocol):
-    """A model of which it is asked whether it has one residual stream.
-
-    Attributes:
-        cfg: the facts about it.
-        architecture: what its adapter declares.
-    """
-
-    architecture: Architecture
-    cfg: ModelConfig
-
-    @property
-    def hook_dict(self) -> Mapping[str, HookPoint]:
-        """The hook points by canonical name."""
-        ...
-
-
-def refuse_no_stream(model: HasStream) -> None:
+def refuse_no_stream(model: StudiedBridge) -> None:
     """Refuses a model without one list of blocks, or whose blocks carry several residual streams.
 
     Args:
@@ -140,7 +80,7 @@ class AnalysedRun(Mapping[str, Tensor]):
 
     @property
     @abstractmethod
-    def model(self) -> AnalysedModel:
+    def model(self) -> StudiedBridge:
         """The model that made them."""
 
     @abstractmethod
@@ -261,7 +201,7 @@ def require(cache: AnalysedRun, names: Iterable[str]) -> list[Tensor]:
     return [cache[name] for name in names]
 
 
-def layer_of(model: AnalysedModel, layer: int | None, mlp_input: bool = False) -> int:
+def layer_of(model: StudiedBridge, layer: int | None, mlp_input: bool = False) -> int:
     """The layer whose input is meant: None and -1 are the end of the residual stream, as in HookedTransformer.
 
     Args:
@@ -286,32 +226,3 @@ def layer_of(model: AnalysedModel, layer: int | None, mlp_input: bool = False) -
     if mlp_input and layer == n:
         raise ValueError(f"mlp_input=True needs a layer from 0 to {n - 1}: after the last layer there is no MLP")
     return layer
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What analyses that run the model need of a bridge.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-class RunnableModel(AnalysedModel, Protocol):
-    """A bridge that an analysis runs.
-
-    Attributes:
-        core: the Hugging Face model.
-    """
-
-    core: PreTrainedModel
-
-    def __call__(self, input: Tensor, *, start_at_layer: int | None = None) -> Any:
-        """Runs the model, from a layer on: its logits."""
-        ...
-
-    def run_with_cache(
-        self, input: Tensor, *, names_filter: Sequence[str], pos_slice: int | None = None
-    ) -> tuple[Any, Mapping[str, Tensor]]:
-        """Runs the model: its logits, and the activations of these names."""
-        ...
-
-    def to_tokens(self, input: str, *, truncate: bool = True) -> Tensor:
-        """A text as tokens, ``[1, pos]``."""
-        ...

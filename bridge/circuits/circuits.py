@@ -542,6 +542,7 @@ def faithfulness_curve(
     if not shares or not shares[0] >= 0 or not shares[-1] <= 1 or list(shares) != sorted(set(shares)):
         raise ValueError(f"shares are {tuple(shares)}; they must grow, from 0 to 1")
     pick = scores.top if choose == "top" else scores.greedy
-    masks = [pick(round(share * scores.graph.n_edges), absolute).mask for share in shares]
+    # The benchmark's code rounds down, and leaves out what is on no way from the embeddings to the logits.
+    masks = [pick(int(share * scores.graph.n_edges), absolute).pruned().mask for share in shares]
     found = evaluations(scores.graph, masks, bridge, clean, corrupted, metric, ablation, reference)
     return Curve(tuple(shares), tuple(one.faithfulness for one in found))

@@ -25,7 +25,7 @@ from bridge.hooks.names import suggestion
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What a layer has.
+    """How many heads a layer has, and whether an MLP beside them.
 
     Attributes:
         heads, key_heads: how many query heads, and key and value heads; 0 without attention.

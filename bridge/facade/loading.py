@@ -10,11 +10,11 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from bridge import embedded, loading
-from bridge.facade.weights import ProcessingMethods
+from bridge.facade.weights import WeightMethods
 from bridge.native import NativeConfig
 
 
-class LoadingMethods(ProcessingMethods):
+class LoadingMethods(WeightMethods):
     """The class methods of a bridge that load or make a model."""
 
     @classmethod

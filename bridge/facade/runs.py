@@ -20,7 +20,7 @@ from bridge.hooks.context import Listener, Scope
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import NamesFilter, named_one_by_one
 from bridge.run.inputs import HookSpec, Input, Request
-from bridge.run.recorder import PosSlice, Recorder, watching
+from bridge.run.recorder import ActivationRecorder, PosSlice, watching
 from bridge.run.run import check_specs, clear_all_contexts, hooked, lm_loss, points_of_run, run_model, runs_some_layers
 
 
@@ -140,12 +140,14 @@ class RunMethods(HookMethods, TokenMethods):
         """
         points = self.points_of_run(names_filter, forward_kwargs)
         part = runs_some_layers(forward_kwargs)
-        recorder = Recorder(points, pos_slice, device, incl_bwd, check=not part, everything=names_filter is None)
+        recorder = ActivationRecorder(
+            points, pos_slice, device, incl_bwd, check=not part, everything=names_filter is None
+        )
         with recorder.attached(self.wiring):
             output = self.forward(input, **forward_kwargs)
             if incl_bwd:
                 recorder.backward(output)
-        cache = ActivationCache(recorder.finish(named_one_by_one(names_filter)), self)
+        cache = ActivationCache.of_run(recorder.finish(named_one_by_one(names_filter)), self)
         if remove_batch_dim:
             cache.remove_batch_dim()
         if not reset_hooks_end:
@@ -277,14 +279,7 @@ class RunMethods(HookMethods, TokenMethods):
         """
         return points_of_run(self, names, forward_kwargs)
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Reading the residual stream as next tokens.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-class LensMethods(RunMethods):
-    """The method of a bridge that reads its residual stream."""
+    # Reading the residual stream as next tokens.
 
     def lens(
         self,
@@ -317,14 +312,7 @@ class LensMethods(RunMethods):
         """
         return lenses.lens(self, input, kind, pos_slice, layers, prepend_bos, attention_mask)
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Hook points in a basis of the user's.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-class BasisMethods(RunMethods):
-    """The methods of a bridge that place hook points in a basis, and that hold parts of a run."""
+    # Hook points in a basis of the user's.
 
     @property
     def bases(self) -> list[HookPoint]:

@@ -170,7 +170,8 @@ def harvest(
     if engine == "ray":
         installed()
     spec = ModelSource.of(model, device, model_dtype)
-    group = None if spec.bridge is None else spec.bridge.wiring.group
+    sharing = None if spec.bridge is None else spec.bridge.wiring.sharing
+    group = None if sharing is None else sharing.group
     if engine == "ray" and group is not None:
         raise HarvestError("a worker of Ray is one process, and this model is shared by several: engine='local'")
     tokenizer = tokenizer if tokenizer is not None else _tokenizer(spec)

@@ -376,7 +376,8 @@ class ModelSource:
             raise HarvestError(
                 "device and model_dtype are for a model that is loaded by name: move the bridge yourself"
             )
-        model.wiring.refuse_own_rows("a harvest")
+        if model.wiring.sharing is not None:
+            model.wiring.sharing.refuse("a harvest", own_rows_alone=True)
         if model.training:
             raise HarvestError(
                 "the model is in training mode, where dropout would change what is harvested: bridge.eval() first"

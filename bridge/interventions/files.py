@@ -10,30 +10,20 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from adapters.config import ModelConfig
+from bridge.hooks.asked import StudiedBridge
 from bridge.hooks.context import HookFunction
-from bridge.hooks.names import Names
 from bridge.interventions.operations import OPERATIONS, Operation
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Which model interventions were made on, and whether another one is like it.
 # ----------------------------------------------------------------------------------------------------------------------
-
-
-class HasHookPoints(Protocol):
-    """What is asked of a bridge: its hook points by name, and the facts about its model."""
-
-    names: Names
-    cfg: ModelConfig
-    core: PreTrainedModel
 
 
 class OtherModelError(ValueError):
@@ -57,7 +47,7 @@ class Model:
     processed: Mapping[str, str]
 
     @classmethod
-    def of(cls, bridge: HasHookPoints) -> Model:
+    def of(cls, bridge: StudiedBridge) -> Model:
         """The model of a bridge."""
         cfg = bridge.cfg
         sizes = {name: getattr(cfg, name) for name in ("n_layers", "n_heads", "d_model", "d_head", "d_mlp", "d_vocab")}
@@ -85,7 +75,7 @@ class Model:
             raise ValueError("the model's sizes have to be whole numbers")
         return cls(name, kind, sizes, processed)
 
-    def check(self, bridge: HasHookPoints) -> None:
+    def check(self, bridge: StudiedBridge) -> None:
         """Refuses a model that is not like this one, and warns of one that is only called otherwise.
 
         Raises:

@@ -15,7 +15,7 @@ from bridge.hooks.names import NamesFilter
 from bridge.legacy.hook_points import HookFunction
 from bridge.legacy.HookedTransformer import HookedTransformer
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
-from bridge.legacy.loaded import copied_tokenizer
+from bridge.legacy.loading_from_pretrained import copied_tokenizer
 from bridge.legacy.module_tree import ModuleTree
 from bridge.legacy.table import named
 from bridge.native import NativeConfig
@@ -24,7 +24,6 @@ from bridge.run.recorder import PosSlice
 from bridge.run.tokenization import as_tokens, texts_in
 from bridge.weights import FactoredMatrix
 
-__path__: list[str] = []  # the modules of the table are below it
 _ARGUMENTS = dict[str, Any]
 
 

@@ -56,7 +56,7 @@ _outputs = itertools.count()
 
 
 class Picture:
-    """A figure.
+    """A figure that a notebook shows, and that can be saved.
 
     As the last value of a notebook's cell it is shown, on the notebook's own ground, light or dark; hovering over a
     mark says what it is.

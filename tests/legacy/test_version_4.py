@@ -25,7 +25,7 @@ CLASSES = {
     "transformer_lens.model_bridge:TransformerBridge": "bridge.legacy.model_bridge:TransformerBridge",
     "transformer_lens.hook_points:HookPoint": "bridge.legacy.hook_points:HookPoint",
     "transformer_lens:ActivationCache": "bridge.legacy:ActivationCache",
-    "transformer_lens.model_bridge.generalized_components.base:GeneralizedComponent": "bridge.legacy.parts:Part",
+    "transformer_lens.model_bridge.generalized_components.base:GeneralizedComponent": "bridge.legacy.module_tree:Part",
     "transformer_lens:HookedRootModule": "bridge.legacy:HookedRootModule",
     "transformer_lens:FactoredMatrix": "bridge.legacy:FactoredMatrix",
     "transformer_lens:SVDInterpreter": "bridge.legacy:SVDInterpreter",
