@@ -1,4 +1,23 @@
-"""A circuit: some of the edges of a model's graph."""
+"""Circuits: which edges of a model's graph a behaviour needs, and how much of it they keep.
+
+What comes in: a bridge, pairs of clean and corrupted prompts, and a metric of logits. What goes out: a score for each
+edge (`EdgeScores`), some of the edges (`Circuit`), and how faithful these are (`Evaluation`, `Curve`).
+
+The mechanism, in order:
+
+1. `Graph.of` (`bridge.circuits.graph`): heads and MLPs write to the residual stream, and each reads the sum of what was
+   written before. So from each writer there is an edge to each later reader; queries, keys and values read apart.
+2. `written_in_both` takes two runs apart into what each writer wrote, and tries that the parts sum to the stream.
+3. Scores (`bridge.circuits.attribution`): by how much the metric changes if an edge carries what its writer wrote in the
+   corrupted run. Measured, a patch of what the reader reads (`edge_effects`); or estimated from gradients
+   (`edge_attribution`).
+4. `EdgeScores.top`, `greedy` and `threshold` choose circuits by scores.
+5. `run_with_edges_replaced` (`bridge.circuits.edge_runs`) runs a model in which all other edges carry something else;
+   `evaluations` measures the metric of circuits and of all that is outside of them.
+
+It refuses a model whose stream is no plain sum, or a part of which has no input of its own; pairs of other shapes; edges
+that do not exist. It knows nothing of features in a basis; pictures it asks for when one is drawn.
+"""
 
 from __future__ import annotations
 
