@@ -1,22 +1,23 @@
 """Analysis: what the activations and the weights of one run say, without running the model again.
 
-What comes in: an `AnalysedRun` (an `ActivationCache`): activations by name, and the model that made them. What goes out:
-tensors with an axis of components, and their names.
+What comes in: an `AnalysedRun` (an `ActivationCache`): activations by name, and the model that made them. What goes
+out: tensors with an axis of components, and their names.
 
 The mechanism, in order:
 
 1. This file says what a study may ask of a run and of a model, picks positions, rows and neurons (`pick`), asks for
    activations by name (`require`, which says what to cache where one is missing), and refuses by name.
-2. `bridge.analysis.layer_outputs`: what heads, neurons and biases of a layer write, from a few activations and weights,
-   through the norm that stands behind them.
-3. `bridge.analysis.decomposition`: walks the recipe of the stream as the architecture declares it, and gives its terms.
+2. `bridge.analysis.layer_outputs`: what heads, neurons and biases of a layer write, from a few activations and
+   weights, through the norm that stands behind them.
+3. `bridge.analysis.decomposition`: walks the recipe of the stream as the architecture declares it, and gives its
+   terms.
 4. `bridge.analysis.residual`: the methods of a cache that use these: the stream in parts, attribution to logits.
 5. `bridge.analysis.logit_lens` (each layer read as next tokens), `bridge.analysis.head_detector` (previous-token,
    duplicate and induction heads) and `bridge.analysis.svd` (singular vectors, composition) stand on their own.
 
-Sums are sums: a decomposition adds up to the stream, an attribution to the logit, or it is refused
-(`refuse_no_sum`, `refuse_no_logit_sum`, `refuse_no_stream`). It must not know of families: what is not in the declared
-recipe is not assumed.
+Sums are sums: a decomposition adds up to the stream, an attribution to the logit, or it is refused (`refuse_no_sum`,
+`refuse_no_logit_sum`, `refuse_no_stream`). It must not know of families: what is not in the declared recipe is not
+assumed.
 """
 
 from __future__ import annotations

@@ -5,18 +5,18 @@ edge (`EdgeScores`), some of the edges (`Circuit`), and how faithful these are (
 
 The mechanism, in order:
 
-1. `Graph.of` (`bridge.circuits.graph`): heads and MLPs write to the residual stream, and each reads the sum of what was
-   written before. So from each writer there is an edge to each later reader; queries, keys and values read apart.
+1. `Graph.of` (`bridge.circuits.graph`): heads and MLPs write to the residual stream, and each reads the sum of what
+   was written before. So from each writer there is an edge to each later reader; queries, keys and values read apart.
 2. `written_in_both` takes two runs apart into what each writer wrote, and tries that the parts sum to the stream.
-3. Scores (`bridge.circuits.attribution`): by how much the metric changes if an edge carries what its writer wrote in the
-   corrupted run. Measured, a patch of what the reader reads (`edge_effects`); or estimated from gradients
+3. Scores (`bridge.circuits.attribution`): by how much the metric changes if an edge carries what its writer wrote in
+   the corrupted run. Measured, a patch of what the reader reads (`edge_effects`); or estimated from gradients
    (`edge_attribution`).
 4. `EdgeScores.top`, `greedy` and `threshold` choose circuits by scores.
 5. `run_with_edges_replaced` (`bridge.circuits.edge_runs`) runs a model in which all other edges carry something else;
    `evaluations` measures the metric of circuits and of all that is outside of them.
 
-It refuses a model whose stream is no plain sum, or a part of which has no input of its own; pairs of other shapes; edges
-that do not exist. It knows nothing of features in a basis; pictures it asks for when one is drawn.
+It refuses a model whose stream is no plain sum, or a part of which has no input of its own; pairs of other shapes;
+edges that do not exist. It knows nothing of features in a basis; pictures it asks for when one is drawn.
 """
 
 from __future__ import annotations
@@ -502,6 +502,36 @@ class EdgeScores:
                 reach(more)
         return self._circuit(chosen)
 
+    @property
+    def nodes(self) -> dict[str, float]:
+        """What each head and MLP counts: the sum over the edges that leave it.
+
+        All that reads a node reads it through an edge. So of scores from gradients this is the gradient at the node's
+        output times its difference: attribution patching of nodes (NAP, and NAP-IG of `"inputs"` and `"activations"`).
+        """
+        return dict(zip(self.graph.senders, self.values.sum(0).tolist(), strict=True))
+
+    @refuse_wrong_types
+    def top_nodes(self, n: int, absolute: bool = True) -> Circuit:
+        """The edges between the `n` nodes that count most (see `nodes`), and from them to the logits.
+
+        Args:
+            n, absolute: as for `top`.
+
+        Raises:
+            ValueError: there are not so many.
+        """
+        graph, counts = self.graph, self.values.sum(0)
+        if not 0 <= n <= len(counts):
+            raise ValueError(f"n is {n}; there are {len(counts)} nodes")
+        chosen = torch.zeros(len(counts), dtype=torch.bool)
+        chosen[(counts.abs() if absolute else -counts).sort(descending=True, stable=True).indices[:n]] = True
+        reading = torch.zeros(len(graph.receivers), dtype=torch.bool)
+        reading[[len(graph.receivers) - 1, *(i for s in chosen.nonzero().flatten() for i in graph.inputs[int(s)])]] = (
+            True
+        )
+        return self._circuit(graph.exists & chosen & reading[:, None])
+
     def _rank(self, absolute: bool) -> Tensor:
         return self.values.abs() if absolute else -self.values
 
@@ -540,8 +570,8 @@ def faithfulness_curve(
     Args:
         scores: what the circuits are chosen by.
         bridge, clean, corrupted, metric, ablation, reference: as for `Circuit.evaluate`.
-        shares: parts of all edges.
-        choose: ``"top"`` or ``"greedy"``.
+        shares: parts of all edges, or of all nodes.
+        choose: ``"top"`` or ``"greedy"`` edges, or ``"top_nodes"``.
         absolute: as for `EdgeScores.top`.
 
     Raises:
@@ -553,11 +583,12 @@ def faithfulness_curve(
         >>> curve.cpr, curve.cmd
         (0.75, 0.25)
     """
-    check_choice("choose", choose, ("top", "greedy"))
+    check_choice("choose", choose, ("top", "greedy", "top_nodes"))
     if not shares or not shares[0] >= 0 or not shares[-1] <= 1 or list(shares) != sorted(set(shares)):
         raise ValueError(f"shares are {tuple(shares)}; they must grow, from 0 to 1")
-    pick = scores.top if choose == "top" else scores.greedy
+    pick = {"top": scores.top, "greedy": scores.greedy, "top_nodes": scores.top_nodes}[choose]
+    whole = len(scores.graph.senders) if choose == "top_nodes" else scores.graph.n_edges
     # The benchmark's code rounds down, and leaves out what is on no way from the embeddings to the logits.
-    masks = [pick(int(share * scores.graph.n_edges), absolute).pruned().mask for share in shares]
+    masks = [pick(int(share * whole), absolute).pruned().mask for share in shares]
     found = evaluations(scores.graph, masks, bridge, clean, corrupted, metric, ablation, reference)
     return Curve(tuple(shares), tuple(one.faithfulness for one in found))

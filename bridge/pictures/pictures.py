@@ -4,8 +4,8 @@ What comes in: tensors and names, never a bridge (`logit_lens` asks one for word
 
 The mechanism, in order:
 
-1. A function (`attention`, `heat_map`, `circuit`, `tokens`, ...) checks its numbers (`bridge.pictures.style.checked`): a
-   NaN would be a hole that looks like a zero. It keeps as many digits as the eye can use.
+1. A function (`attention`, `heat_map`, `circuit`, `tokens`, ...) checks its numbers (`bridge.pictures.style.checked`):
+   a NaN would be a hole that looks like a zero. It keeps as many digits as the eye can use.
 2. It makes an Altair chart, that is a Vega-Lite specification with the numbers in it. Every colour is an expression of
    one parameter, ``dark``: the same picture is drawn on light and on dark ground.
 3. `finished` gives all the same fonts and lines.
