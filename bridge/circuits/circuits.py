@@ -24,7 +24,7 @@ from __future__ import annotations
 import heapq
 import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,44 +45,6 @@ from bridge.patching.patching import texts_of
 
 #: What is known of each node.
 Facts = dict[str, dict[str, Any]]
-
-
-def draw(
-    graph: Graph,
-    edges: Sequence[tuple[str, str, float]],
-    nodes: Sequence[str],
-    bridge: TransformerBridge | None,
-    clean: Int[Tensor, "batch pos"] | None,
-    corrupted: Int[Tensor, "batch pos"] | None,
-    metric: Metric | str,
-    options: Mapping[str, Any],
-) -> Any:
-    """The picture that `Circuit.draw` returns.
-
-    Args:
-        graph: the graph that the circuit is a part of.
-        edges: the sender, the receiver and the score of each of its edges.
-        nodes: what these connect.
-        bridge, clean, corrupted, metric, options: as there.
-    """
-    pictures = importlib.import_module("bridge.pictures")
-    joins = _joins(graph, {sender for sender, _, _ in edges}, {receiver for _, receiver, _ in edges})
-    depths = _depths(graph)
-    names = {name for sender, receiver, _ in edges for name in (sender, receiver)}
-    facts: Facts = {name: {"column": depths[name]} for name in names}
-    given: dict[str, Any] = {"joins": joins, "supports": "negative", "measure": "change"}
-    given["metric"] = metric if isinstance(metric, str) else _name(metric)
-    if bridge is None and clean is None and corrupted is None:
-        if not isinstance(metric, str):
-            raise ValueError("metric is a function, which is computed in runs: give bridge, clean and corrupted too")
-    elif bridge is None or clean is None or corrupted is None or isinstance(metric, str):
-        raise ValueError("give bridge, clean, corrupted and metric, a function of logits, together; or none of them")
-    else:
-        _add_effects(facts, graph, bridge, clean, corrupted, metric)
-        _add_patterns(facts, [name for name in nodes if "H" in name], joins, bridge, clean)
-        given["tokens"] = texts_of(bridge, clean[0])
-    drawn = {name: pictures.CircuitNode(**known) for name, known in facts.items()}
-    return pictures.circuit(edges, **(given | {"nodes": drawn} | dict(options)))
 
 
 def _add_effects(
@@ -383,7 +345,29 @@ class Circuit:
             >>> scores.greedy(9).draw(bridge, pairs.clean, pairs.corrupted, pairs.metric())
             Picture('Circuit')
         """
-        return draw(self.graph, self.edges, self.nodes, bridge, clean, corrupted, metric, options)
+        graph, edges = self.graph, self.edges
+        pictures = importlib.import_module("bridge.pictures")
+        joins = _joins(graph, {sender for sender, _, _ in edges}, {receiver for _, receiver, _ in edges})
+        depths = _depths(graph)
+        names = {name for sender, receiver, _ in edges for name in (sender, receiver)}
+        facts: Facts = {name: {"column": depths[name]} for name in names}
+        given: dict[str, Any] = {"joins": joins, "supports": "negative", "measure": "change"}
+        given["metric"] = metric if isinstance(metric, str) else _name(metric)
+        if bridge is None and clean is None and corrupted is None:
+            if not isinstance(metric, str):
+                raise ValueError(
+                    "metric is a function, which is computed in runs: give bridge, clean and corrupted too"
+                )
+        elif bridge is None or clean is None or corrupted is None or isinstance(metric, str):
+            raise ValueError(
+                "give bridge, clean, corrupted and metric, a function of logits, together; or none of them"
+            )
+        else:
+            _add_effects(facts, graph, bridge, clean, corrupted, metric)
+            _add_patterns(facts, [name for name in self.nodes if "H" in name], joins, bridge, clean)
+            given["tokens"] = texts_of(bridge, clean[0])
+        drawn = {name: pictures.CircuitNode(**known) for name, known in facts.items()}
+        return pictures.circuit(edges, **(given | {"nodes": drawn} | options))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Circuit) and self.graph == other.graph and torch.equal(self.mask, other.mask)
