@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from adapters.points import Point, module_at
 from adapters.views import Deferred
+from bridge.analysis.analysis import Index, pick, plain
 from bridge.analysis.layer_outputs import path_of_norm
-from bridge.analysis.requirements import Index, pick, plain
 from bridge.analysis.residual import ResidualMethods
 from bridge.hooks.arguments import BatchAxisError, refuse_wrong_types, shown
 from bridge.hooks.asked import StudiedBridge
