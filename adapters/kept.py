@@ -51,6 +51,7 @@ from adapters.model import ModelMap, map_model
 from adapters.observe.observe import WRONG, one_line
 from adapters.points import core_path
 from adapters.registry import UnsupportedModelError
+from adapters.sealed import sealed, unsealed
 from adapters.views import View
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -378,7 +379,7 @@ class Declaration:
             "not_offered": dict(self.not_offered),
             "no_layer_runs": self.no_layer_runs,
         }
-        text = json.dumps(said, indent=1, allow_nan=False)
+        text = sealed(said, allow_nan=False)
         new = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         try:
             new.write_text(text)
@@ -406,8 +407,8 @@ class Declaration:
         """
         path = Path(file)
         try:
-            said = json.loads(path.read_text())
-            if not isinstance(said, dict) or said.get("format") != _FORMAT:
+            said = unsealed(path.read_bytes())
+            if said.get("format") != _FORMAT:
                 raise DeclarationError(f"{file} is no declaration that this version reads ({_FORMAT!r})")
             return cls(**_fields(said), name=str(file))
         except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -104,10 +104,13 @@ class ActivationCache(ResidualMethods):
 
     @refuse_wrong_types
     def __init__(self, cache_dict: dict[str, Any], model: StudiedBridge | None, has_batch_dim: bool = True) -> None:
-        self._values = cache_dict  # of tensors, and of what gives one when it is asked for (`Deferred`)
+        self._fill(cache_dict, model, has_batch_dim)
+
+    def _fill(self, values: dict[str, Any], model: StudiedBridge | None, has_batch_dim: bool) -> None:
+        self._values = values  # of tensors, and of what gives one when it is asked for (`Deferred`)
         self._model = model
         self._names: _Names | None = None
-        self._weights = _weights_behind(cache_dict, model)
+        self._weights = _weights_behind(values, model)
         self.has_batch_dim = has_batch_dim
 
     @property
@@ -345,3 +348,10 @@ class ActivationCache(ResidualMethods):
         if move_model:
             self.model.original_model.to(target)
         return self
+
+
+def cache_of_run(values: dict[str, Any], model: StudiedBridge) -> ActivationCache:
+    """What a run has left: tensors by canonical name, and what gives one when it is asked for."""
+    new = ActivationCache.__new__(ActivationCache)
+    new._fill(values, model, True)
+    return new

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
+import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,6 +41,10 @@ __all__ = ["Reading", "Top", "TunedLens", "lens"]
 
 
 _KIND = "linear_tuned_lens"
+
+
+#: What Python says of a zip or a pickle that is damaged.
+_DAMAGED = (EOFError, NotImplementedError, OSError, pickle.UnpicklingError, zipfile.BadZipFile, zlib.error)
 
 
 class TunedLens(nn.Module):
@@ -102,19 +109,30 @@ class TunedLens(nn.Module):
 
         Raises:
             FileNotFoundError: a file is missing.
-            ValueError: it is another kind of lens, or for another model.
+            ValueError: it is another kind of lens, or for another model, or damaged.
         """
         folder = Path(folder)
         for name in ("config.json", "params.pt"):
             if not (folder / name).is_file():
                 raise FileNotFoundError(f"folder is {str(folder)!r}, which has no {name}")
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if config.get("lens_type", _KIND) != _KIND:
-            raise ValueError(f"{folder} holds a lens of type {config['lens_type']!r}; only {_KIND!r} can be read")
-        lens = cls(config["num_hidden_layers"], config["d_model"], config["bias"])
+        reading = folder / "config.json"
+        try:
+            config = json.loads(reading.read_text(encoding="utf-8"))
+            if config.get("lens_type", _KIND) != _KIND:
+                raise ValueError(f"its lens is of type {config['lens_type']!r}; only {_KIND!r} can be read")
+            sizes, bias = (config["num_hidden_layers"], config["d_model"], config["d_model"]), config["bias"]
+            reading = folder / "params.pt"
+            if zipfile.is_zipfile(reading) and (bad := zipfile.ZipFile(reading).testzip()) is not None:
+                raise ValueError(f"the checksum of {bad} in it is another")
+            state = torch.load(reading, map_location="cpu", weights_only=True)
+            weights = [value for name, value in state.items() if name.endswith("weight")]
+            if (len(weights), *weights[0].shape) != sizes:
+                raise ValueError(f"it holds {len(weights)} maps {list(weights[0].shape)}, config.json says {sizes}")
+            lens = cls(sizes[0], sizes[1], bias)
+            lens.translators.load_state_dict(state)
+        except (*_DAMAGED, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"{reading} cannot be used: {error}") from error
         lens.config |= config
-        state = torch.load(folder / "params.pt", map_location="cpu", weights_only=True)
-        lens.translators.load_state_dict(state)
         if bridge is not None:
             lens.check(bridge, check_unembedding)
             lens.to(bridge.cfg.device)

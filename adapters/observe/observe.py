@@ -13,8 +13,8 @@ proofs read the calls alone.
 2. `record` keeps the graph, too: a tensor at a border is kept with its numbers, and with its `mark`, a few bytes that
    are the same for all tensors of the same numbers, so that who reads what can be looked up.
 3. `AttentionRecorder` sees torch's own functions. It records softmaxes, those by hand included (`SoftmaxByHand`),
-   computes fused attention in full (`scores_of`, `pattern_of`, `result_of`), and lets the pattern out as a constant: so the
-   gradient of `z` reaches the values alone.
+   computes fused attention in full (`scores_of`, `pattern_of`, `result_of`), and lets the pattern out as a constant: so
+   the gradient of `z` reaches the values alone.
 4. Version counters tell what the model has written over since: such a place is declared to be copied.
 
 **It refuses** (`NotFound`) a model that does not run on what it is given, or exchanges its modules in every run. Hooks
@@ -568,9 +568,8 @@ class SeesAttention(Watch):
 
     looked_at: Collection[Callable[..., Any]] | None = _OF_ATTENTION
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.by_hand = SoftmaxByHand()
+    #: What follows a softmax by hand, while one is under way.
+    by_hand: SoftmaxByHand | None = None
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a function of the module's: what is attention is told to the methods below."""
@@ -579,6 +578,7 @@ class SeesAttention(Watch):
         if func in SOFTMAXES:
             return self.softmax(func, args, kwargs)
         if may_be_step(func, args) and self.follows_steps:
+            self.by_hand = self.by_hand or SoftmaxByHand()
             return self.by_hand.step(func, args, kwargs, self.begins, self.ends)
         if func in PRODUCTS and len(args) == 2 and all(isinstance(x, Tensor) and x.ndim == 4 for x in args):
             query, key = args[0], args[1].transpose(-1, -2)
@@ -668,7 +668,7 @@ class AttentionRecorder(SeesAttention):
     def ends(self, scores: Tensor, pattern: Tensor) -> Tensor:
         """A softmax by hand has ended."""
         self._add(scores, pattern, self.products, fused=False)
-        self.products, self.by_hand = [], SoftmaxByHand()
+        self.products, self.by_hand = [], None
         return pattern.detach()
 
     def _add(self, scores: Tensor, pattern: Tensor, products: list[tuple[Tensor, Tensor]], *, fused: bool) -> None:

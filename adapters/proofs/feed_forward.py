@@ -61,7 +61,8 @@ def _mlp(evidence: Evidence, findings: Findings, prefix: str, part: MLP, module:
 def _post(evidence: Evidence, findings: Findings, at: str, expected: Tensor | None, post: Tensor) -> None:
     if expected is None:
         act_fn = evidence.bridge.cfg.act_fn
-        findings.holds(GATED, at, False, f"act_fn={act_fn!r} is no function that is known")
+        cure = "say config_values={'act_fn': ...}, or MLP.activation"
+        findings.holds(GATED, at, False, f"act_fn={act_fn!r} is no function that is known: {cure}")
     else:
         findings.equal(GATED, at, post, expected)
 

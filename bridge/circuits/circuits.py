@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import heapq
 import importlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from adapters.sealed import sealed, unsealed
 from bridge.bridge import TransformerBridge
 from bridge.circuits.edge_runs import Curve, Evaluation, effects_of_edges, evaluations
 from bridge.circuits.graph import Graph, Metric
@@ -272,7 +272,7 @@ class Circuit:
             "layers": self.graph.to_dict(),
             "edges": [list(edge) for edge in self.edges],
         }
-        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        Path(path).write_text(sealed(content), encoding="utf-8")
 
     @classmethod
     @refuse_wrong_types
@@ -283,7 +283,8 @@ class Circuit:
             path: the file.
 
         Raises:
-            ValueError: the file is no circuit, or of another version.
+            FileNotFoundError: there is no such file.
+            ValueError: the file is no circuit, or damaged, or of another version.
 
         Example:
             >>> import tempfile, pathlib
@@ -297,17 +298,20 @@ class Circuit:
         """
         if not Path(path).is_file():
             raise FileNotFoundError(f"path is {str(path)!r}, which is no file")
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-        if not isinstance(content, dict) or content.get("format") != _FORMAT:
-            raise ValueError(f"{path} holds no circuit that `Circuit.save` wrote")
-        if content["version"] != _VERSION:
-            raise ValueError(f"{path} is of version {content['version']}; this package reads version {_VERSION}")
-        graph = Graph.from_dict(content["layers"])
-        mask = torch.zeros_like(graph.exists)
-        scores = torch.zeros(mask.shape, dtype=torch.float64)
-        for sender, receiver, score in content["edges"]:
-            at = graph.edge(f"{sender}->{receiver}")
-            mask[at], scores[at] = True, score
+        try:
+            content = unsealed(Path(path).read_bytes())
+            if content.get("format") != _FORMAT:
+                raise ValueError("`Circuit.save` did not write it")
+            if content["version"] != _VERSION:
+                raise ValueError(f"it is of version {content['version']}; this package reads version {_VERSION}")
+            graph = Graph.from_dict(content["layers"])
+            mask = torch.zeros_like(graph.exists)
+            scores = torch.zeros(mask.shape, dtype=torch.float64)
+            for sender, receiver, score in content["edges"]:
+                at = graph.edge(f"{sender}->{receiver}")
+                mask[at], scores[at] = True, score
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} holds no circuit that can be read: {error}") from error
         return cls(graph, mask, scores)
 
     @refuse_wrong_types

@@ -343,9 +343,10 @@ def generating(bridge: RunnableBridge, generation: Generation, prompt: Generatio
     if bridge.wiring.listening:
         bridge.wiring.check_in_place()
     find = Finder(bridge.original_model, core_path(bridge.original_model))
-    with forward_pass(generation) as run, forced_eager(find) if bridge.wiring.listening else nullcontext():
-        run.gradients = False
-        run.take_arguments(bridge.core, prompt.kwargs)
+    begun = forward_pass(generation)
+    with begun, forced_eager(find) if bridge.wiring.listening else nullcontext():
+        begun.run.gradients = False
+        begun.run.take_arguments(bridge.core, prompt.kwargs)
         yield
 
 

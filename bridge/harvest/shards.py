@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import math
 import os
 import tempfile
@@ -22,6 +21,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from adapters import kept
+from adapters.sealed import sealed, unsealed
 from bridge.harvest.fingerprint import HarvestError, WriteError, digest
 from bridge.harvest.options import FileFormat
 from bridge.harvest.packing import ShardInput
@@ -34,7 +34,6 @@ from bridge.harvest.rows import ID_COLUMNS
 
 FORMAT = "transformer-bridge activations 1"
 _MANIFEST, _RECORDS, _TEMPORARY = "manifest.json", "records", ".tmp"
-_SEAL = "checksum of this file"
 
 
 @dataclass(frozen=True)
@@ -217,20 +216,13 @@ class Folder:
             HarvestError: it is damaged.
         """
         try:
-            found = json.loads(data)
-        except (ValueError, RecursionError) as error:
+            return unsealed(data)
+        except ValueError as error:
             raise HarvestError(f"{self.path}/{name} is damaged: {error}") from error
-        if not isinstance(found, dict):
-            raise HarvestError(f"{self.path}/{name} is damaged: it is no object")
-        checksum = found.pop(_SEAL, None)  # what was written before there were any has none
-        if checksum is not None and checksum != digest(json.dumps(found)):
-            raise HarvestError(f"{self.path}/{name} is damaged: its checksum is another than the one that it names")
-        return found
 
     def _write_json(self, name: str, content: dict[str, Any], new: bool = False) -> None:
-        content = json.loads(json.dumps(content))
         with self.whole(name, new) as file:
-            file.write(json.dumps({**content, _SEAL: digest(json.dumps(content))}, indent=1).encode())
+            file.write(sealed(content).encode())
 
     def manifest(self) -> Manifest | None:
         """The manifest, with the records of the whole shards; None where there is none.

@@ -10,10 +10,10 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from types import CodeType
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -90,9 +90,6 @@ class Listener:
         self.in_run, self.named, self.optional = getattr(fn, "in_run", False) is True, named, optional
         self.kind, self.fn, self.scope = kind, fn, scope
         self.permanent, self.level, self.deferrable, self.partial = permanent, level, deferrable, partial
-
-
-T = TypeVar("T")
 
 
 class NamedPoint:
@@ -363,44 +360,27 @@ def _takes_hook(fn: Callable[..., Any]) -> bool:
 CURRENT: ContextVar[RunContext] = ContextVar("transformer_bridge_run", default=RunContext())  # noqa: B039
 
 
-class _ContextScope(Generic[T]):
-    """A ``with`` statement in a context. (A generator would take three times as long, several times in every run.)
+class in_context:
+    """Runs the body of a ``with`` statement in a context. (A generator would take three times as long, in every run.)
 
     Args:
         context: the context.
-        gives: what it is for.
     """
 
-    __slots__ = ("_before", "_context", "_gives")
+    __slots__ = ("_before", "_context")
 
-    def __init__(self, context: RunContext, gives: T) -> None:
-        self._context, self._gives = context, gives
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
 
-    def __enter__(self) -> T:
+    def __enter__(self) -> None:
         self._before = CURRENT.get()
         CURRENT.set(self._context)
-        return self._gives
 
     def __exit__(self, *error: object) -> None:
         CURRENT.set(self._before)
 
 
-class _PassScope(_ContextScope[ForwardPass]):
-    """A ``with`` statement in the context of a forward pass, which ends with it."""
-
-    __slots__ = ()
-
-    def __exit__(self, *error: object) -> None:
-        self._gives.end()
-        CURRENT.set(self._before)
-
-
-def in_context(context: RunContext) -> AbstractContextManager[RunContext]:
-    """Runs the body of a ``with`` statement in a context."""
-    return _ContextScope(context, context)
-
-
-def without_hooks() -> AbstractContextManager[RunContext]:
+def without_hooks() -> in_context:
     """A ``with`` statement in which no hook sees the model run."""
     return in_context(RunContext(frozenset()))
 
@@ -419,26 +399,35 @@ def open_scope(scope: Scope) -> Iterator[Scope]:
             CURRENT.set(RunContext(now.shared - {scope}, now.own, now.run, now.generation, now.inherited))
 
 
-def of_the_next_run(scope: Scope) -> AbstractContextManager[Scope]:
+def of_the_next_run(scope: Scope) -> in_context:
     """Lets the run that starts inside a ``with`` statement see a scope, and no run that its hooks start."""
     before = CURRENT.get()
     own: frozenset[Scope | None] = frozenset((scope,))
-    return _ContextScope(RunContext(before.shared, own, None, before.generation, before.inherited), scope)
+    return in_context(RunContext(before.shared, own, None, before.generation, before.inherited))
 
 
-def forward_pass(
-    generation: Generation | None = None, scope: Scope | None = None
-) -> AbstractContextManager[ForwardPass]:
+class forward_pass(in_context):
     """A run of its own: it sees the hooks that are open, and nothing of a run in whose hooks it was started.
 
     Args:
         generation: the generation that it is; by default the one that is under way.
         scope: what it alone sees; by default that of the next run.
+
+    Attributes:
+        run: what it remembers, which ends with it.
     """
-    before = CURRENT.get()
-    run = ForwardPass()
-    own = frozenset((scope,)) if scope is not None else before.own if before.run is None else _NO_SCOPES
-    return _PassScope(RunContext(before.shared, own, run, generation or before.generation), run)
+
+    __slots__ = ("run",)
+
+    def __init__(self, generation: Generation | None = None, scope: Scope | None = None) -> None:
+        before = CURRENT.get()
+        run = self.run = ForwardPass()
+        own = frozenset((scope,)) if scope is not None else before.own if before.run is None else _NO_SCOPES
+        self._context = RunContext(before.shared, own, run, generation or before.generation)
+
+    def __exit__(self, *error: object) -> None:
+        self.run.end()
+        CURRENT.set(self._before)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -375,10 +375,11 @@ class HookPoint(NamedPoint):
         for listener in mine:
             new: Tensor | None = None
             if listener.kind == "fwd":
-                given = act if own else copy_to_show(act, shown, self.one_tensor and not kept)
+                given = act if own else copy_to_show(act, shown, self.one_tensor and not kept) if shown else act.clone()
                 act, made = self._ask(listener, given, act, now, view)
                 changed = changed or made
-                keep_gradients_of_all(given, shown)
+                if shown:
+                    keep_gradients_of_all(given, shown)
                 shown.append(given)
             elif listener.kind == "read":
                 now.show(listener, act, self)
@@ -475,7 +476,7 @@ class AttachesListeners:
                 for point, listener in scope.members:
                     assert isinstance(point, HookPoint)
                     if listener not in point.listeners:
-                        self.add(point, listener)
+                        point._attaches.add(point, listener)
             except BaseException:
                 self.detach_scope(scope)
                 raise
@@ -490,7 +491,7 @@ class AttachesListeners:
                     gone[point].append(listener)
                 for point, listeners in gone.items():
                     assert isinstance(point, HookPoint)
-                    self.remove(point, listeners)
+                    point._attaches.remove(point, listeners)
                 if not scope.recomputed:
                     scope.members.clear()  # each holds the scope: the user's functions would live until a collection
 
@@ -560,7 +561,7 @@ def copy_to_show(act: Tensor, shown: list[Tensor], one_tensor: bool) -> Tensor:
         shown: what they were shown. Nobody has been shown the site's own tensor: its copy is a place of its own.
         one_tensor: show what the one before was shown, where gradients are computed.
     """
-    if shown and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         if one_tensor and any(act is x for x in shown):
             return act
         if act.requires_grad and not act.is_leaf:
@@ -607,7 +608,7 @@ def keep_gradients_of_all(given: Tensor, shown: list[Tensor]) -> None:
         given: what a function has just been shown.
         shown: what those before it were shown.
     """
-    if not shown or torch.compiler.is_compiling() or not given.retains_grad:
+    if torch.compiler.is_compiling() or not given.retains_grad:
         return
     before = [x for x in shown if x.retains_grad and x.grad_fn is given.grad_fn and x is not given]
     if not before:

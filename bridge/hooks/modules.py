@@ -189,12 +189,11 @@ class NotCopied:
 class InForwardsPlace(NotCopied):
     """What stands in a module's dictionary in the place of its class's forward, which a copy has.
 
-    Args:
+    Attributes:
         module: the module.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    module: nn.Module
 
     def left_in_copy(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return getattr, (self.module, "forward")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -102,9 +104,10 @@ class Model:
             )
 
 
-VERSION = 1
+#: The second has a checksum, of the header and of the tensors.
+VERSION = 2
 _HEADER = "transformer_bridge_interventions"
-_PARTS = ("version", "model", "interventions")
+_PARTS, _CHECKSUM = ("version", "model", "interventions"), "checksum"
 
 
 class InterventionsFileError(ValueError):
@@ -134,8 +137,18 @@ def save(file: str | PathLike[str], pairs: Sequence[tuple[str, HookFunction]], m
                 value = {"slice": [value.start, value.stop, value.step]}
             entry[field.name] = value
         entries.append(entry)
-    header = {"version": VERSION, "model": None if model is None else model.as_data(), "interventions": entries}
+    said = {"version": VERSION, "model": None if model is None else model.as_data(), "interventions": entries}
+    header = {**said, _CHECKSUM: _checksum(said, tensors)}
     save_file(tensors, fspath(file), {_HEADER: json.dumps(header, allow_nan=False)})
+
+
+def _checksum(header: Mapping[str, object], tensors: Mapping[str, Tensor]) -> str:
+    """The SHA-256 of a header, and of the types, shapes and bytes of its tensors."""
+    total = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        total.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        total.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()
 
 
 def read(file: str | PathLike[str], check: Callable[[Model], None]) -> list[tuple[str, Operation]]:
@@ -153,7 +166,7 @@ def read(file: str | PathLike[str], check: Callable[[Model], None]) -> list[tupl
         raise FileNotFoundError(f"there is no file {path}")
     with refusing(path):
         header, tensors = _read(path)
-        model, entries = _parts(header)
+        model, entries = _parts(header, tensors)
         if model is not None:
             check(model)
         used: set[str] = set()
@@ -196,13 +209,16 @@ def _no_number(text: str) -> float:
     raise InterventionsFileError(f"{text} is no number of JSON")
 
 
-def _parts(header: object) -> tuple[Model | None, list[object]]:
+def _parts(header: object, tensors: Mapping[str, Tensor]) -> tuple[Model | None, list[object]]:
     if not isinstance(header, dict) or "version" not in header:
         raise InterventionsFileError("its header names no version")
-    if type(header["version"]) is not int or header["version"] != VERSION:
+    if type(header["version"]) is not int or header["version"] not in (1, VERSION):
         raise InterventionsFileError(f"it is of version {header['version']!r}; this library reads version {VERSION}")
-    if sorted(header) != sorted(_PARTS):
-        raise InterventionsFileError(f"its header has {', '.join(sorted(header))}; it has to have {', '.join(_PARTS)}")
+    parts = _PARTS if header["version"] == 1 else (*_PARTS, _CHECKSUM)
+    if sorted(header) != sorted(parts):
+        raise InterventionsFileError(f"its header has {', '.join(sorted(header))}; it has to have {', '.join(parts)}")
+    if header.pop(_CHECKSUM, None) not in (None, _checksum(header, tensors)):
+        raise InterventionsFileError("it is damaged: its checksum is another than the one that it names")
     entries = header["interventions"]
     if not isinstance(entries, list):
         raise InterventionsFileError("its interventions are no list")

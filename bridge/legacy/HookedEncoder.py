@@ -51,6 +51,7 @@ class HookedEncoder(WithoutProcessing):
     """
 
     loads = _WithItsHeads
+    parts_of_blocks = "attn ln1 mlp ln2"
 
     @classmethod
     def _model_of(cls, config: HookedTransformerConfig, move_to_device: bool) -> nn.Module:
@@ -240,6 +241,8 @@ class HookedEncoderDecoder(WithoutProcessing):
         >>> model([[1, 2, 3]], [[0, 4]]).shape
         torch.Size([1, 2, 9])
     """
+
+    parts_of_blocks = "ln1 attn ln2 cross_attn ln3 mlp"
 
     @classmethod
     def _model_of(cls, config: HookedTransformerConfig, move_to_device: bool) -> nn.Module:

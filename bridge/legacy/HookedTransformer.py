@@ -194,7 +194,8 @@ class HookedTransformer(Ungrouping, LegacyLoading):
             raise TypeError(f"{self.cfg.model_name} was loaded: weights are drawn of models made from a configuration")
         if self.cfg.seed is not None:
             torch.manual_seed(self.cfg.seed)
-        for name, drawn in draw(self.cfg, [(name, self.weights[name]) for name in self.weights.getters]):
+        in_order = sorted(self.weights.getters, key=self.place_of)
+        for name, drawn in draw(self.cfg, [(name, self.weights[name]) for name in in_order]):
             self.write({name: drawn})
 
     def fill_missing_keys(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -43,7 +43,7 @@ class ReplacedForward(InForwardsPlace):
     def __init__(
         self, module: nn.Module, part: nn.Module, replacement: Callable[[], nn.Module], view: View, of_attention: bool
     ) -> None:
-        super().__init__(module)
+        self.module = module
         self.part, self.replacement, self.view, self.of_attention = part, replacement, view, of_attention
         own = self.module.__dict__.get("forward")
         if isinstance(own, Tap):  # which still wraps it

@@ -57,7 +57,7 @@ class TorchHook:
 
 
 class TorchHandle(Handle, RemovableHandle):  # type: ignore[misc,override]
-    """A handle as torch has them. Its dictionary can be read: hooks are added and removed by the hook point's methods."""
+    """A handle as torch has them. Its dictionary can be read; hook points have methods that add and remove hooks."""
 
     def hooks_dict_ref(self) -> Mapping[int, TorchHook]:  # type: ignore[override]
         """All functions of its kind at its hook point, by the numbers of their handles."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, NoReturn, Self
@@ -149,6 +150,13 @@ def names_of(
 #: What HookedTransformer's attention keeps in addition to its parameters: read from the model, and fixed by it.
 BUFFERS = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 _ENDS = {"output": "hook_out", "input": "hook_in"}
+#: The words of weights' and parts' names in the order in which HookedTransformer has them, wherever they stand.
+_WEIGHTS = "W w b W_E W_pos W_token_type W_Q W_O b_Q b_O W_K _W_K W_V _W_V b_K _b_K b_V _b_V W_U b_U"
+_OF_MLP = {False: "W_in b_in W_out b_out", True: "W_in W_out W_gate b_in b_out"}
+_PARTS = (
+    "embed pos_embed token_type_embed {blocks} q_norm k_norm rel_pos_bias ln experts W_in W_out W_gate blocks encoder "
+    "encoder_final_ln decoder decoder_final_ln ln_final mlm_head unembed nsp_head pooler"
+)
 _IN_TRACES = ("input", "inputs", "output", "outputs")
 
 
@@ -530,6 +538,13 @@ _TOKENS = "embed.hook_in"
 ENDS = ("embed.W_E", "embed.embed.W_E", "unembed.W_U")
 
 
+@functools.cache
+def _ranks(blocks: str, gated: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """The places of weights' words, and of parts' words, in HookedTransformer's order."""
+    words = f"{_WEIGHTS} {_OF_MLP[gated]}".split(), _PARTS.format(blocks=blocks).split()
+    return tuple({word: place for place, word in enumerate(each)} for each in words)  # type: ignore[return-value]
+
+
 def _renamed(point: Point) -> Point:
     if point.name != _TOKENS:
         return point
@@ -539,8 +554,9 @@ def _renamed(point: Point) -> Point:
 class ModuleTree(HoldsParameters, CallableParts, ListsHooks):
     """A bridge that is a tree of modules, whose parts can be called, replaced and copied."""
 
-    #: The class whose names it has, of which some are left out.
+    #: The class whose names it has, of which some are left out; and the order in which its blocks have their parts.
     name_before = "HookedTransformer"
+    parts_of_blocks: ClassVar[str] = "ln1 ln1_post ln2 ln2_post attn mlp"
     makes_points = HookPoint
     refuses_silent_hooks = False  # they do not fire, as in HookedTransformer
     #: Hook points that HookedTransformer lacks, while a user's own have their names.
@@ -577,7 +593,8 @@ class ModuleTree(HoldsParameters, CallableParts, ListsHooks):
         for part in known.values():
             for key in [key for key, module in part._modules.items() if self._is_own(part.name, key, module)]:
                 del part._modules[key]
-        names, inside = [*self.weights.getters, *self.wiring.points], dict[str, set[str]]()
+        names = sorted([*self.weights.getters, *self.wiring.points], key=self.place_of)
+        inside: dict[str, set[str]] = {}
         self.__dict__["own_weights"], self.__dict__["parameter_names"] = {}, {}
         for name in names:
             path, _, last = name.rpartition(".")
@@ -596,6 +613,14 @@ class ModuleTree(HoldsParameters, CallableParts, ListsHooks):
                 parent = parent._modules[word]  # type: ignore[assignment]
             if name in self.wiring.points:
                 parent._modules[last] = self.wiring.points[name]  # type: ignore[assignment]
+
+    def place_of(self, name: str) -> list[tuple[int, int]]:
+        """Where a name of a weight, or of what stands in the tree, is in HookedTransformer's order: what a part has
+        itself comes before the parts inside of it, and what HookedTransformer does not have at the end."""
+        weights, parts = _ranks(self.parts_of_blocks, bool(self.cfg.gated_mlp))
+        *above, last = name.split(".")
+        inside = [(1, int(word) if word.isdigit() else parts.get(word, len(parts))) for word in above]
+        return [*inside, (0, weights.get(last.partition("+")[0], len(weights)))]
 
     def _new(self, path: str, inside: set[str]) -> nn.Module:
         if all(word.isdigit() for word in inside):
@@ -887,11 +912,15 @@ class ModuleTree(HoldsParameters, CallableParts, ListsHooks):
         given = dict(self.original_model.named_parameters())
         if not given.keys() <= self.parameter_names.keys():
             modules = [(name, path) for name, path in self._paths() if name in self.parts]
-            self.parameter_names.update(names_of(given, self.weights, modules))
+            places = self.parameter_names | dict(names_of(given, self.weights, modules))
+            names = {path: join(*min(inside.items())) for path, inside in places.items()}
+            in_order = sorted(places, key=lambda path: self.place_of(names[path]))
+            self.__dict__["parameter_names"] = {path: places[path] for path in in_order}
         found: dict[str, dict[str, nn.Parameter]] = {}
-        for path, parameter in given.items():
-            for part, name in self.parameter_names[path].items():
-                found.setdefault(part, {})[name] = parameter
+        for path, inside in self.parameter_names.items():
+            for part, name in inside.items():
+                if path in given:
+                    found.setdefault(part, {})[name] = given[path]
         return found
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -596,11 +596,6 @@ make_mmlu_data_loader = not_done("make_mmlu_data_loader")
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-#: The order in which HookedTransformer has its matrices, and those of a block.
-_IN_MODEL = ("embed", "pos_embed", "blocks", "unembed")
-_IN_BLOCK = ("W_Q", "W_O", "W_K", "_W_K", "W_V", "_W_V", "W_in", "W_out", "W_gate")
-
-
 def calc_fan_in_and_fan_out(tensor: Tensor) -> tuple[int, int]:
     """How many inputs and outputs a weight has, by its shape."""
     shape = tuple(tensor.shape)
@@ -656,21 +651,14 @@ def draw(cfg: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str,
 
     Args:
         cfg: says how: its `init_mode` and `initializer_range`.
-        weights: all weights of a model, by HookedTransformer's names; those that are no matrices are left out.
+        weights: all weights of a model, by HookedTransformer's names and in its order; those that are no matrices are
+            left out.
     """
 
-    def place(name: str) -> tuple[int, ...]:
-        first, *middle, last = name.removesuffix(".weight").split(".")
-        if first != "blocks":
-            return (_IN_MODEL.index(first),)
-        block, at = int(middle[0]), _IN_BLOCK.index(last)
-        if "experts" in middle:  # one after another, and the router behind them
-            return _IN_MODEL.index(first), block, _IN_BLOCK.index("W_in"), int(middle[-1]), at
-        return _IN_MODEL.index(first), block, at, -1
-
-    shapes = {name: weight for name, weight in weights if "W_" in name}
-    for name in sorted(shapes, key=place):
-        new = torch.empty(shapes[name].shape, dtype=shapes[name].dtype, device="cpu")
+    for name, weight in weights:
+        if "W_" not in name:
+            continue
+        new = torch.empty(weight.shape, dtype=weight.dtype, device="cpu")
         if cfg.init_mode in _FILLS:
             _FILLS[cfg.init_mode](new, gain=cfg.initializer_range)
         elif cfg.init_mode == "muP":

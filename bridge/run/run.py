@@ -81,7 +81,7 @@ def run_model(bridge: RunnableBridge, asked: Request, return_type: str | None, l
             )
         model_kwargs.setdefault("use_cache", True)
     start, stop = checked_layers(bridge, asked.start_at_layer, asked.stop_at_layer)
-    if stop is None:
+    if stop is None and return_type in ("loss", "both", "predictions"):
         check_whole_logits(return_type, model_kwargs)
         _check_result(bridge, return_type, loss_per_token, start is not None, asked.input, model_kwargs)
     with PreparedPass(bridge, asked, start, stop) as pass_:
@@ -151,7 +151,8 @@ class PreparedPass:
         if (sharing := bridge.wiring.sharing) is not None:
             sharing.check_alike([asked.input, asked.attention_mask, asked.model_kwargs, start, self.stop])
         self._pass = forward_pass(scope=self._scope)
-        run = self.run = self._pass.__enter__()
+        run = self.run = self._pass.run
+        self._pass.__enter__()
         try:
             if listening and bridge.wiring.calls.modules:
                 self._until_the_end().enter_context(bridge.wiring.calls.counted())
@@ -203,8 +204,6 @@ def _check_result(
     model_kwargs: Mapping[str, Any],
 ) -> None:
     """Refuses what the run could not give, before it runs."""
-    if return_type not in ("loss", "both", "predictions"):
-        return
     if "labels" in model_kwargs:
         if loss_per_token and return_type != "predictions":
             raise ValueError(
@@ -315,11 +314,11 @@ def points_that_run(
     bridge: RunnableBridge, points: Sequence[HookPoint], forward_kwargs: Mapping[str, Any]
 ) -> list[HookPoint]:
     """Those of the hook points that lie in the layers that run."""
+    if not runs_some_layers(forward_kwargs):
+        return list(points)
     start, stop = check_layers(
         forward_kwargs.get("start_at_layer"), forward_kwargs.get("stop_at_layer"), bridge.cfg.n_layers
     )
-    if start is None and stop is None:
-        return list(points)
     first, last = start if start is not None else -1, stop if stop is not None else bridge.cfg.n_layers + 1
     return [hook for hook in points if first <= hook.point.depth < last]
 

@@ -25,7 +25,7 @@ from adapters.attention import pattern_of, result_of, scores_of
 from adapters.views import Args, Call, Deferred, Kwargs, View
 from adapters.views.attention import KernelArguments
 from bridge.sharing import SharedTensor
-from bridge.taps.taps import LOCK, PatchedFunction, calling_instead
+from bridge.taps.taps import PatchedFunction, calling_instead
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What kernels that are no torch functions mean by their masks, as a mask to be added to the scores.
@@ -348,7 +348,7 @@ def is_opaque(implementation: str) -> bool:
     return "flash" in implementation or implementation == "flex_attention"
 
 
-class _Kernel(PatchedFunction):
+class PatchedKernel(PatchedFunction):
     """Patches one implementation in `AttentionInterface`, which looks at its own entries and at those for all."""
 
     def __init__(self, namespace: MutableMapping[str, Any], name: str) -> None:
@@ -368,38 +368,8 @@ class _Kernel(PatchedFunction):
             self.namespace[self.name] = self._local
 
 
-class KernelTap:
-    """Sees to it that the attention function of a module can be watched.
-
-    The patched function is there as long as anything holds on to it, so that it is not made anew for each
-    call.
-    """
-
-    def __init__(self) -> None:
-        self._kernel: _Kernel | None = None
-        self._uninstall: Callable[[], object] = lambda: None
-
-    def install(self, implementation: str) -> None:
-        """Patches an implementation."""
-        if self._kernel is ALL_ATTENTION_FUNCTIONS[implementation]:
-            return
-        with LOCK:
-            if self._kernel is ALL_ATTENTION_FUNCTIONS[implementation]:
-                return  # another thread was quicker
-            self.uninstall()
-            self._kernel = _Kernel.install(ALL_ATTENTION_FUNCTIONS, implementation)
-            self._uninstall = self._kernel.uninstalled_with(self)
-
-    def uninstall(self) -> None:
-        """Lets go of it."""
-        if self._kernel is not None:
-            with LOCK:
-                self._kernel = None
-                self._uninstall()
-
-
 def watched_kernel(module: nn.Module, watch: TorchFunctionMode, before: BeforeKernel) -> AbstractContextManager[None]:
-    """Watches the attention function of a module whose `KernelTap` stands, inside a ``with`` statement.
+    """Watches the attention function of a module whose kernel is patched, inside a ``with`` statement.
 
     Args:
         module: the attention module.

@@ -62,7 +62,7 @@ class Tap(InForwardsPlace):
     """
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
+        self.module = module
         self.points: dict[str, tuple[HookPoint, ...]] = {}
         self.opened: tuple[Scope, ...] = ()
         self.shared: dict[str, SharedTensor] = {}
@@ -105,21 +105,15 @@ class Tap(InForwardsPlace):
 
     def _uninstall(self) -> None:
         """Takes the tap away, with the last who needs it."""
-        if (above := self._above()) is not None:
-            above.own, above.original = self.own, self.original
+        there = self.module.__dict__.get("forward")
+        while there is not self and isinstance(there, Tap) and there.own is not self:
+            there = there.own
+        if there is not self and isinstance(there, Tap):  # a tap of another kind wraps this one
+            there.own, there.original = self.own, self.original
         elif self.own is None:
             del self.module.__dict__["forward"]
         else:
             self.module.__dict__["forward"] = self.own
-
-    def _above(self) -> Tap | None:
-        """The tap of another kind that wraps this one."""
-        found = self.module.__dict__.get("forward")
-        while isinstance(found, Tap) and found is not self:
-            if found.own is self:
-                return found
-            found = found.own
-        return None
 
     def active_points(self, channels: Sequence[str]) -> list[HookPoint]:
         """The hook points on these channels to which the present code listens."""
@@ -142,15 +136,20 @@ class Tap(InForwardsPlace):
         run, number = CURRENT.get().run, call_number(point.point.site.path)
         return run is not None and number is not None and run.is_call(self.module, number)
 
-    def show(self, channel: str, x: Tensor, call: Call) -> Tensor:
-        """Shows a tensor to the hook points of a channel, and returns what they make of it."""
-        shared = self.shared.get(channel) if self.shared else None
-        if shared is None:
-            return self._shown(channel, x, call)
-        points = self.active_points((channel,))
-        return shared.agreed(x, points, lambda everything: self._shown(channel, everything, call)) if points else x
+    def show(self, channel: str, x: Tensor, call: Call, whole: bool = False) -> Tensor:
+        """Shows a tensor to the hook points of a channel, and returns what they make of it.
 
-    def _shown(self, channel: str, x: Tensor, call: Call) -> Tensor:
+        Args:
+            channel: the channel.
+            x: the tensor.
+            call: the call of the module.
+            whole: it is whole already, where processes share it.
+        """
+        if self.shared and not whole and (shared := self.shared.get(channel)) is not None:
+            points = self.active_points((channel,))
+            if not points:
+                return x
+            return shared.agreed(x, points, lambda everything: self.show(channel, everything, call, True))
         for point in self.points.get(channel, ()):
             if "@" in point.point.site.path and not self._is_under_way(point):
                 continue
@@ -161,17 +160,10 @@ class Tap(InForwardsPlace):
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """The module's forward while the tap is there."""
-        if self._is_heard() or (self.opened and self._is_opened()):
+        visible = CURRENT.get().visible if self.opened else ()
+        if self.active_points(tuple(self.points)) or any(scope in visible for scope in self.opened):
             return self.watched(*args, **kwargs)
         return self.original(*args, **kwargs)
-
-    def _is_heard(self) -> bool:
-        """Whether anyone listens to anything here."""
-        return any(self.active_points((channel,)) for channel in tuple(self.points))  # others may come meanwhile
-
-    def _is_opened(self) -> bool:
-        visible = CURRENT.get().visible
-        return any(scope in visible for scope in self.opened)
 
     def watched(self, *args: object, **kwargs: object) -> Any:
         """The module's forward when somebody listens."""
@@ -190,19 +182,15 @@ def noop_hook(module: nn.Module, args: tuple[object, ...], output: object) -> No
 class TappedCall:
     """One call of a tapped module, in a run or in a program.
 
-    Args:
+    Attributes:
         module: the module.
         call: its call.
-
-    Attributes:
-        module, call: likewise.
         parts: over how many processes the heads are spread.
     """
 
+    module: nn.Module
+    call: Call
     parts = 1
-
-    def __init__(self, module: nn.Module, call: Call) -> None:
-        self.module, self.call = module, call
 
     @property
     def in_user_function(self) -> bool:
@@ -237,8 +225,7 @@ class RunCall(TappedCall):
     """
 
     def __init__(self, tap: Tap, call: Call) -> None:
-        super().__init__(tap.module, call)
-        self.tap = tap
+        self.tap, self.module, self.call = tap, tap.module, call
         self._run: ForwardPass | None = CURRENT.get().run
 
     @property

@@ -254,30 +254,26 @@ class CheckpointedBlocks:
 
     def prepare(self) -> None:
         """Puts our function before the model's own, where checkpointing is switched on."""
-        for finder, module, own in self._found():
-            if isinstance(own, _CheckpointFunction) or not (module.training and module.gradient_checkpointing):
-                continue
-            if finder.call is not None:
-                raise RuntimeError(
-                    f"{'.'.join(finder.parts)} is several blocks, and backward would compute them again (activation "
-                    "checkpointing) in an order in which nothing tells them apart: switch checkpointing off"
-                )
-            assert self._attaches is not None
-            module.__dict__[_NAME] = _CheckpointFunction(own, finder, self._attaches)
-            self._prepared.append(module)
-
-    def _found(self) -> Iterator[tuple[Finder, nn.Module, Callable[..., Any]]]:
-        """The modules there that have a checkpointing function, and it: asked in each step of a generation."""
-        for path, finders in self._inside.items():
-            holder = Finder(finders[0][1].root, path).module
-            inside = holder._modules
+        for path, finders in self._inside.items():  # asked in each step of a generation
+            inside = Finder(finders[0][1].root, path).module._modules
             for name, finder in finders:
                 module = inside.get(name)
                 if module is None:
                     module = finder.module
                 own = module.__dict__.get(_NAME)
-                if own is not None:
-                    yield finder, module, own
+                if own is None or isinstance(own, _CheckpointFunction):
+                    continue
+                if not (module.training and module.gradient_checkpointing):
+                    continue
+                if finder.call is not None:
+                    raise RuntimeError(
+                        f"{'.'.join(finder.parts)} is several blocks, and backward would compute them again "
+                        "(activation checkpointing) in an order in which nothing tells them apart: switch "
+                        "checkpointing off"
+                    )
+                assert self._attaches is not None
+                module.__dict__[_NAME] = _CheckpointFunction(own, finder, self._attaches)
+                self._prepared.append(module)
 
     def release(self) -> None:
         """Takes it back."""

@@ -18,155 +18,6 @@ from bridge.hooks.hooks import HookPoint
 from bridge.hooks.modules import Finder, NotCopied, argument, element_of, with_argument, with_element
 from bridge.sharing import SharedTensor
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Torch hooks without handles: to make one and to remove with it takes longer than most of our hooks do.
-#
-# They stand in torch's own dictionaries, under the identity of their owner. No two owners have one while they live, and
-# the numbers that torch gives out are small.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-class OwnedHook(NamedTuple):
-    """A hook, for those who add and remove hundreds in each run.
-
-    Attributes:
-        owner: the identity of who adds it.
-        hook: the hook.
-        before: it is a forward pre-hook, which is given keyword arguments too.
-    """
-
-    owner: int
-    hook: Callable[..., Any]
-    before: bool
-
-
-def add_all(modules: Iterable[nn.Module], hooks: Iterable[OwnedHook]) -> None:
-    """Adds a hook to each of several modules.
-
-    Args:
-        modules: the modules.
-        hooks: for each module, its hook.
-    """
-    for module, (owner, hook, before) in zip(modules, hooks, strict=True):
-        if before:
-            module._forward_pre_hooks_with_kwargs[owner] = True
-            module._forward_pre_hooks[owner] = hook
-        else:
-            module._forward_hooks[owner] = hook
-
-
-def remove_all(modules: Iterable[nn.Module], hooks: Iterable[OwnedHook]) -> None:
-    """Removes what `add_all` added, where it is there.
-
-    Args:
-        modules, hooks: as for `add_all`.
-    """
-    for module, (owner, _, before) in zip(modules, hooks, strict=True):
-        if before:
-            module._forward_pre_hooks.pop(owner, None)
-            module._forward_pre_hooks_with_kwargs.pop(owner, None)
-        else:
-            module._forward_hooks.pop(owner, None)
-
-
-def add_pre_hook(module: nn.Module, owner: object, hook: Callable[..., Any]) -> None:
-    """Adds a forward pre-hook that is given keyword arguments too.
-
-    Args:
-        module: the module.
-        owner: who adds it: each adds one of a kind to a module.
-        hook: the hook.
-    """
-    module._forward_pre_hooks_with_kwargs[id(owner)] = True
-    module._forward_pre_hooks[id(owner)] = hook
-
-
-def add_forward_hook(module: nn.Module, owner: object, hook: Callable[..., Any]) -> None:
-    """Adds a forward hook.
-
-    Args:
-        module, owner, hook: as for `add_pre_hook`.
-    """
-    module._forward_hooks[id(owner)] = hook
-
-
-def remove_pre_hook(module: nn.Module, owner: object) -> None:
-    """Removes the forward pre-hook that an owner added, if it is there.
-
-    Args:
-        module, owner: as for `add_pre_hook`.
-    """
-    module._forward_pre_hooks.pop(id(owner), None)
-    module._forward_pre_hooks_with_kwargs.pop(id(owner), None)
-
-
-def remove_forward_hook(module: nn.Module, owner: object) -> None:
-    """Removes the forward hook that an owner added, if it is there.
-
-    Args:
-        module, owner: as for `add_pre_hook`.
-    """
-    module._forward_hooks.pop(id(owner), None)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What a gradient at the norm before attention means in HookedTransformer, which runs that norm three times.
-#
-# Queries, keys and values each read a norm of their own there, so a gradient hook on it sees three gradients, one after
-# the other. A Hugging Face model runs the norm once. While somebody asks for such gradients
-# (`Point.separate_consumers` names the readers), each reader is given a copy of its own; nobody else pays for it.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def separate_readers(points: Iterable[HookPoint]) -> tuple[str, ...]:
-    """The points that read this site one by one, when the present code asks for gradients here."""
-    context = CURRENT.get()
-    for point in points:
-        if point.point.separate_consumers:
-            for listener in point.listeners:
-                if listener.kind in ("bwd", "edge") and listener.scope in context.visible:
-                    return point.point.separate_consumers
-    return ()
-
-
-def read_separately(readers: tuple[str, ...], run: ForwardPass, compute: Callable[[], Tensor]) -> Tensor:
-    """Computes the tensor once for each reader, in HookedTransformer's order, so that gradients arrive in its order."""
-    copies = {reader: compute() for reader in readers}
-    run.separate.update(copies)
-    return copies[readers[0]]
-
-
-def give_own_copy(reader: HookPoint, site: Site, run: ForwardPass, x: Tensor, call: Call) -> Tensor:
-    """Gives a reader its copy: at its projection's input, or for its part of a fused projection's output."""
-    entered = run.separate.pop(reader.name, None)
-    if entered is None:
-        return x
-    if site.kind == "input":
-        return entered
-    return reader.view.put(x, reader.view.get(call.module.forward(entered), call), call)
-
-
-class SeparateReading:
-    """A reader's claim to a copy of its own, until it is removed.
-
-    Args:
-        claims: the torch hook that hands it over.
-        reader: the reader.
-    """
-
-    def __init__(self, claims: SiteHook, reader: HookPoint) -> None:
-        self._claims, self._reader = claims, reader
-        claims.readers = (*claims.readers, reader)
-        claims.update()
-
-    def remove(self) -> None:
-        """Gives the claim up."""
-        readers = list(self._claims.readers)
-        readers.remove(self._reader)
-        self._claims.readers = tuple(readers)
-        self._claims.update()
-
-
 #: For views that do not look at the call.
 _NO_CALL = Call(nn.Identity(), (), {})
 
@@ -280,21 +131,24 @@ class SiteHook(SiteHandler, SourceSite, NotCopied):
             self._last_writer = -1
             self.update()
 
+    def watch(self, by: int) -> None:
+        """One more (or less) who needs the tensor elsewhere."""
+        self.watchers += by
+        self.update()
+
     def update(self) -> None:
         """Attaches or detaches the torch hook, as it is needed now."""
+        before = self.site.kind == "input"
+        hooks = (OwnedHook(id(self), self.on_input if before else self.on_output, before),)
         if not (self.points or self.watchers or self.readers):
             if self.attached_to is not None:
-                remove = remove_pre_hook if self.site.kind == "input" else remove_forward_hook
-                remove(self.attached_to, self)
+                remove_all((self.attached_to,), hooks)
                 del self._attached[self]
             self.attached_to = None
         elif self.attached_to is None and self._find is not None:
             module = self.attached_to = self._find.module
             self._attached[self] = None
-            if self.site.kind == "input":
-                add_pre_hook(module, self, self.on_input)
-            else:
-                add_forward_hook(module, self, self.on_output)
+            add_all((module,), hooks)
 
     @property
     def is_in_place(self) -> bool:
@@ -411,6 +265,115 @@ class SharedSite(SiteHook):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Torch hooks without handles: to make one and to remove with it takes longer than most of our hooks do.
+#
+# They stand in torch's own dictionaries, under the identity of their owner. No two owners have one while they live, and
+# the numbers that torch gives out are small.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class OwnedHook(NamedTuple):
+    """A hook of ours at one module.
+
+    Attributes:
+        owner: the identity of who adds it.
+        hook: the hook.
+        before: it is a forward pre-hook, which is given keyword arguments too.
+    """
+
+    owner: int
+    hook: Callable[..., Any]
+    before: bool
+
+
+def add_all(modules: Iterable[nn.Module], hooks: Iterable[OwnedHook]) -> None:
+    """Adds a hook to each of several modules.
+
+    Args:
+        modules: the modules.
+        hooks: for each module, its hook.
+    """
+    for module, (owner, hook, before) in zip(modules, hooks, strict=True):
+        if before:
+            module._forward_pre_hooks_with_kwargs[owner] = True
+            module._forward_pre_hooks[owner] = hook
+        else:
+            module._forward_hooks[owner] = hook
+
+
+def remove_all(modules: Iterable[nn.Module], hooks: Iterable[OwnedHook]) -> None:
+    """Removes what `add_all` added, where it is there.
+
+    Args:
+        modules, hooks: as for `add_all`.
+    """
+    for module, (owner, _, before) in zip(modules, hooks, strict=True):
+        if before:
+            module._forward_pre_hooks.pop(owner, None)
+            module._forward_pre_hooks_with_kwargs.pop(owner, None)
+        else:
+            module._forward_hooks.pop(owner, None)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a gradient at the norm before attention means in HookedTransformer, which runs that norm three times.
+#
+# Queries, keys and values each read a norm of their own there, so a gradient hook on it sees three gradients, one after
+# the other. A Hugging Face model runs the norm once. While somebody asks for such gradients
+# (`Point.separate_consumers` names the readers), each reader is given a copy of its own; nobody else pays for it.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def separate_readers(points: Iterable[HookPoint]) -> tuple[str, ...]:
+    """The points that read this site one by one, when the present code asks for gradients here."""
+    context = CURRENT.get()
+    for point in points:
+        if point.point.separate_consumers:
+            for listener in point.listeners:
+                if listener.kind in ("bwd", "edge") and listener.scope in context.visible:
+                    return point.point.separate_consumers
+    return ()
+
+
+def read_separately(readers: tuple[str, ...], run: ForwardPass, compute: Callable[[], Tensor]) -> Tensor:
+    """Computes the tensor once for each reader, in HookedTransformer's order, so that gradients arrive in its order."""
+    copies = {reader: compute() for reader in readers}
+    run.separate.update(copies)
+    return copies[readers[0]]
+
+
+def give_own_copy(reader: HookPoint, site: Site, run: ForwardPass, x: Tensor, call: Call) -> Tensor:
+    """Gives a reader its copy: at its projection's input, or for its part of a fused projection's output."""
+    entered = run.separate.pop(reader.name, None)
+    if entered is None:
+        return x
+    if site.kind == "input":
+        return entered
+    return reader.view.put(x, reader.view.get(call.module.forward(entered), call), call)
+
+
+class SeparateReading:
+    """A reader's claim to a copy of its own, until it is removed.
+
+    Args:
+        claims: the torch hook that hands it over.
+        reader: the reader.
+    """
+
+    def __init__(self, claims: SiteHook, reader: HookPoint) -> None:
+        self._claims, self._reader = claims, reader
+        claims.readers = (*claims.readers, reader)
+        claims.update()
+
+    def remove(self) -> None:
+        """Gives the claim up."""
+        readers = list(self._claims.readers)
+        readers.remove(self._reader)
+        self._claims.readers = tuple(readers)
+        self._claims.update()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Counting the calls of modules that run several times in a pass, of which each has hook points of its own.
 # ----------------------------------------------------------------------------------------------------------------------
 
@@ -439,8 +402,6 @@ class CallCounter(NotCopied):
 
     def change(self, by: int) -> None:
         """One more (or less) who needs to know."""
-        if not self.modules:
-            return
         before, self._users = self._users, self._users + by
         if not before and self._users:
             assert self._core is not None

@@ -44,7 +44,15 @@ from bridge.taps.recurrence import RecurrenceTap
 from bridge.taps.taps import Tap, noop_hook
 from bridge.wiring.compiled import CheckpointedBlocks, ForcedEager, PassBoundary, refuse_inside_compiled
 from bridge.wiring.reading_plan import Keep, ReadingPlan
-from bridge.wiring.site import CallCounter, SeparateReading, SharedSite, SiteHook, add_forward_hook, remove_forward_hook
+from bridge.wiring.site import (
+    CallCounter,
+    OwnedHook,
+    SeparateReading,
+    SharedSite,
+    SiteHook,
+    add_all,
+    remove_all,
+)
 
 T = TypeVar("T")
 
@@ -213,7 +221,8 @@ class Wiring(AttachesListeners):
             point.add_listener(listener, prepend)
             if listener.kind != "read":
                 self._count_editor(listener, 1)
-                self._listeners_changed(point)
+                if (home := self._homes[point]) is not None and len(home.points) > 1:
+                    home.listeners_changed()
                 if declared.linked or declared.separate_consumers:
                     self._connect_followers(point, listener)
 
@@ -230,10 +239,10 @@ class Wiring(AttachesListeners):
             left = point.listeners
             if self._following:
                 self._disconnect_followers(point, left)
-            if left:
-                self._listeners_changed(point)
-            else:
+            if not left:
                 self._disconnect(point)
+            elif (home := self._homes[point]) is not None and len(home.points) > 1:
+                home.listeners_changed()
 
     @contextmanager
     def scoped(self, members: Sequence[tuple[HookPoint, Listener]], scope: Scope) -> Iterator[None]:
@@ -244,7 +253,8 @@ class Wiring(AttachesListeners):
             scope: what the listeners belong to.
         """
         refuse_inside_compiled()
-        self.attach_members(members, scope)
+        scope.members.extend(members)
+        self.attach_scope(scope)
         try:
             with open_scope(scope):
                 yield
@@ -288,7 +298,10 @@ class Wiring(AttachesListeners):
         others = plan.others if quick else points
         self.listen(others, listener)
         try:
-            with self.calls.counted(), plan.attached(keep, listener.scope) if quick else nullcontext():
+            with (
+                self.calls.counted() if self.calls.modules else nullcontext(),
+                plan.attached(keep, listener.scope) if quick else nullcontext(),
+            ):
                 yield
         finally:
             self.stop_listening(others, listener)
@@ -330,7 +343,8 @@ class Wiring(AttachesListeners):
 
     def _connect(self, point: HookPoint, before: HookPoint | None = None) -> None:
         """Attaches what a hook point needs; the one `before` it was connected just now."""
-        self.calls.change(1)
+        if self.calls.modules:
+            self.calls.change(1)
         home = self._homes[point]
         if home is None:
             site = point.point.site
@@ -344,23 +358,20 @@ class Wiring(AttachesListeners):
         else:
             home.add(point)
         for source in point.point.sources:
-            hook = self._sites[source]
-            hook.watchers += 1
-            hook.update()
+            self._sites[source].watch(1)
         self._connected += 1
 
     def _disconnect(self, point: HookPoint) -> None:
         self._connected -= 1
-        self.calls.change(-1)
+        if self.calls.modules:
+            self.calls.change(-1)
         home = self._homes[point]
         if home is None:
             self._taps.pop(point).disconnect(str(point.point.site.key), point)
         else:
             home.discard(point)
         for source in point.point.sources:
-            hook = self._sites[source]
-            hook.watchers -= 1
-            hook.update()
+            self._sites[source].watch(-1)
 
     def _site(self, site: Site) -> SiteHook:
         hook = self._sites.get(site)
@@ -373,11 +384,6 @@ class Wiring(AttachesListeners):
                 hook = SharedSite(site, find, self._attached, shared)
             self._sites[site] = hook
         return hook
-
-    def _listeners_changed(self, point: HookPoint) -> None:
-        home = self._homes[point]
-        if home is not None and len(home.points) > 1:
-            home.listeners_changed()
 
     def _count_editor(self, listener: Listener, by: int) -> None:
         """Direct calls of the model have to be told apart as passes while anyone may change something."""
@@ -539,6 +545,7 @@ class TraceOpenings:
 
     def __init__(self, wiring: Wiring, scope: Scope) -> None:
         self._wiring, self._scope = wiring, scope
+        self._noticing = [OwnedHook(id(scope), noop_hook, False)]
         self._paths: set[str] = set()
         self._modules: list[nn.Module] = []
         self._taps: list[Tap] = []
@@ -555,7 +562,7 @@ class TraceOpenings:
                 self._paths.add(path)
                 module = modules.pop()
                 if type(module).forward is not nn.Module.forward:  # a list of modules is never called
-                    add_forward_hook(module, self._scope, noop_hook)
+                    add_all((module,), self._noticing)
                     self._modules.append(module)
                 kind = wiring.tapped.get(path)
                 if kind is not None and kind != "experts":  # that tap computes one expert at a time
@@ -570,18 +577,15 @@ class TraceOpenings:
             for site in sites:
                 if site not in self._watched:
                     self._watched[site] = None
-                    site.watchers += 1
-                    site.update()
+                    site.watch(1)
 
     def close(self) -> None:
         """Ends all of it."""
         with self._wiring.lock:
-            while self._modules:
-                remove_forward_hook(self._modules.pop(), self._scope)
+            remove_all(self._modules, self._noticing * len(self._modules))
+            self._modules.clear()
             while self._taps:
                 self._taps.pop().close(self._scope)
             while self._watched:
-                site, _ = self._watched.popitem()
-                site.watchers -= 1
-                site.update()
+                self._watched.popitem()[0].watch(-1)
             self._paths.clear()

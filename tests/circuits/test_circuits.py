@@ -211,6 +211,10 @@ def test_json(graph, tmp_path):
     content = json.loads(path.read_text())
     content["edges"][0][1] = "L9MLP"
     path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="its checksum is another"):
+        Circuit.load(path)
+    del content["checksum of this file"]
+    path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match="no receiver 'L9MLP'"):
         Circuit.load(path)
     path.write_text(json.dumps(content | {"version": 99}))

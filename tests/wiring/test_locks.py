@@ -111,6 +111,7 @@ def test_attention_functions_that_are_watched(tokens):
         assert torch.equal(bridge.run_with_hooks(tokens, fwd_hooks=[(name, lambda x, hook: x * 0.5)]), expected)
 
     at_once(kernels, job)
+    at_once(attention, job)
     at_once(patched_functions, job)
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is own
     assert ALL_ATTENTION_FUNCTIONS._local_mapping == there
