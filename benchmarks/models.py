@@ -375,6 +375,8 @@ INTRODUCTION = """# Every model
 
 <!-- Made by `make models`; a test compares some of its rows. -->
 
+**In short.** {named} To find a model, type its name above a table.
+
 What `TransformerBridge(model)` offers of every text architecture of transformers {version}, tried on a tiny random
 instance of each (`tests/tiny_models.py`): factors are not one, windows are shorter than the prompt, there is a layer of
 each kind, and noise is on every parameter.
@@ -394,8 +396,6 @@ left out of the second configuration.
   which.
 - **tried**: the configurations that could be built.
 - **processed**: the transforms of `process_weights` that are done, with the log probabilities as before.
-
-{named}
 
 """
 

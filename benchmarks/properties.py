@@ -32,6 +32,8 @@ INTRODUCTION = """# What holds of every model
 
 <!-- Made by `make properties`. -->
 
+**In short.** {summary} To find a model, type its name above a table.
+
 What this documentation promises, tried on every text architecture of transformers {version}: a tiny random instance of
 each, as usual and with each option of its recipe the other way round (tied embeddings, biases, norms, caps, factors,
 grouped heads). Each result is compared with something outside the library: plain torch hooks on an equal Hugging Face
@@ -41,8 +43,6 @@ model, its own outputs, products of its weights in float64.
 which was not in every layer. *r*: of one at least it is refused by an error that says why. The reasons of both are
 listed at the end. *–*: there is nothing to try; a model without attention has no patterns. A configuration that is
 refused as a whole is counted apart: of "2 of 3" models two are wrapped, and the row is about these.
-
-{summary}
 
 | | property | what holds |
 |---|---|---|

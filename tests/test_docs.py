@@ -5,6 +5,7 @@ import importlib
 import pathlib
 import pkgutil
 import re
+import tomllib
 
 import pytest
 
@@ -14,7 +15,12 @@ import tools
 import weight_processing
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "bridge" / "AGENTS.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 MODULES = [
     name
     for package in (adapters, bridge, tools, weight_processing)
@@ -34,6 +40,21 @@ def test_pages(page, tmp_path, monkeypatch):
         if target.startswith(("api/", "notebooks/")):
             continue  # made with the site, whose own tests look at its links
         assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
+
+
+def test_what_programs_read_is_true():
+    """Each import of llms.txt works, each call is a method's, and both files take one screen and are in the wheel."""
+    text = (ROOT / "bridge" / "llms.txt").read_text(encoding="utf-8")
+    imports = re.findall(r"`(from [^`]+)`", text)
+    calls = re.findall(r"`bridge\.(\w+)\(", text)
+    assert len(imports) > 12 and len(calls) > 6
+    for line in imports:
+        exec(line, {})
+    assert [name for name in calls if not hasattr(bridge.TransformerBridge, name)] == []
+    package = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]
+    for name in ("llms.txt", "AGENTS.md"):
+        assert len((ROOT / "bridge" / name).read_text(encoding="utf-8").splitlines()) <= 50
+        assert name in package["bridge"]
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -168,15 +168,34 @@ def page(name: str) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def summary(name: str) -> str:
+    """The first line of a module's docstring, for a cell of a table.
+
+    Args:
+        name: of the module.
+
+    Raises:
+        ValueError: it has none.
+    """
+    doc = importlib.import_module(name).__doc__
+    if not doc:
+        raise ValueError(f"{name} has no docstring: say in its first line what it is for")
+    first = " ".join(inspect.cleandoc(doc).split("\n\n")[0].split())
+    return escaped(first)
+
+
 def write(folder: Path) -> None:
     """Writes the pages."""
     folder.mkdir(exist_ok=True)
     wanted = {name: page(name) for name in modules()}
     wanted["index"] = (
-        "# API reference\n\nWhat is public, from the docstrings ([what stays as it is](../stability.md)). "
+        "# API reference\n\nWhat is public, from the docstrings ([what will not change](../stability.md)). "
         "[bridge](bridge.md) has what most people need: `TransformerBridge` with all its methods, `ActivationCache`, "
-        "`FactoredMatrix`.\n\n"
-        "```{toctree}\n:maxdepth: 1\n\n" + "\n".join(modules()) + "\n```\n"
+        "`FactoredMatrix`.\n\n| module | what it is for |\n|---|---|\n"
+        + "\n".join(f"| [{name}]({name}.md) | {summary(name)} |" for name in modules())
+        + "\n\n```{toctree}\n:hidden:\n:maxdepth: 1\n\n"
+        + "\n".join(modules())
+        + "\n```\n"
     )
     for old in folder.glob("*.md"):
         if old.stem not in wanted:

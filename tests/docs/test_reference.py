@@ -75,6 +75,8 @@ def test_what_the_documentation_imports_is_public():
 
 def test_every_page_is_listed(pages):
     listed = pages["index"].split("```{toctree}")[1].split()
+    rows = dict(re.findall(r"^\| \[(.+)\]\(.+\) \| (.{10,}) \|$", pages["index"], re.MULTILINE))
+    assert set(rows) == set(pages) - {"index"}  # each with what it is for
     assert set(pages) - {"index"} <= set(listed)
 
 
