@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from adapters.points import Point, module_at
 from adapters.views import Deferred
+from bridge.analysis.analysis import Index, pick, plain
 from bridge.analysis.layer_outputs import path_of_norm
-from bridge.analysis.requirements import Index, pick, plain
 from bridge.analysis.residual import ResidualMethods
 from bridge.hooks.arguments import BatchAxisError, refuse_wrong_types, shown
 from bridge.hooks.asked import StudiedBridge
@@ -112,13 +112,6 @@ class ActivationCache(ResidualMethods):
         self._names: _Names | None = None
         self._weights = _weights_behind(values, model)
         self.has_batch_dim = has_batch_dim
-
-    @classmethod
-    def of_run(cls, values: dict[str, Any], model: StudiedBridge) -> Self:
-        """What a run has left: tensors by canonical name, and what gives one when it is asked for."""
-        new = cls.__new__(cls)
-        new._fill(values, model, True)
-        return new
 
     @property
     def model(self) -> StudiedBridge:
@@ -355,3 +348,10 @@ class ActivationCache(ResidualMethods):
         if move_model:
             self.model.original_model.to(target)
         return self
+
+
+def cache_of_run(values: dict[str, Any], model: StudiedBridge) -> ActivationCache:
+    """What a run has left: tensors by canonical name, and what gives one when it is asked for."""
+    new = ActivationCache.__new__(ActivationCache)
+    new._fill(values, model, True)
+    return new

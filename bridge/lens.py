@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from adapters.points import module_at, path_from
-from bridge.analysis.requirements import refuse_no_stream
+from bridge.analysis.analysis import refuse_no_stream
 from bridge.hooks.arguments import check_positive, refuse_wrong_types, shown
 from bridge.hooks.context import CURRENT, RunContext, in_context
 from bridge.hooks.modules import written_to

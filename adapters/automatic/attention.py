@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +34,29 @@ from adapters.observe.gradients import (
     is_linear_through,
 )
 from adapters.observe.observe import ModuleCall, NotFound, Recording, Softmax, one_line
-from adapters.observe.recognised import ROUNDED_TABLE, agree, tolerance, worked_out
+from adapters.observe.recognised import FITTED, ROUNDED_TABLE, agree, tolerance, worked_out
 from adapters.points import join
 from adapters.views import Affine, Composed, Heads, OneHead
 
 #: The columns of each head, in a projection's output.
 Sets = tuple[tuple[int, ...], ...]
+
+
+class Met(NamedTuple):
+    """Queries and keys as they meet, in float64, and what is made of them.
+
+    Attributes:
+        product: theirs, ``[batch, head, query, key]``.
+        query, key: ``[batch, head, pos, d_head]``, keys repeated for their group.
+        scores: what entered the softmax, without a sink's column.
+        seen: where the pattern is not zero.
+    """
+
+    product: Tensor
+    query: Tensor
+    key: Tensor
+    scores: Tensor
+    seen: Tensor
 
 
 class FoundAttention:
@@ -445,15 +462,22 @@ class FoundAttention:
         sizes = after.norm(dim=-1) / before.norm(dim=-1)
         return bool(((sizes - sizes.mean(0)).abs() <= ROUNDED_TABLE * sizes.mean(0)).all())
 
-    def product(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Queries times keys as they meet, and both, ``[batch, head, pos, d_head]``, keys repeated for their group."""
+    def met(self) -> Met | None:
+        """What meets in the scores; None where queries and keys do not fit."""
         query, key = self.softmax.query, self.softmax.key
         if query is None or key is None:  # in a product that is not watched: as they leave their projections
             query, key = (self.normed(letter).transpose(1, 2) for letter in "qk")
         query, key = query.detach().double(), key.detach().double()
         if self.n_heads % key.shape[1] or query.shape[-1] != key.shape[-1]:
             return None
-        return scores_of(query, key), query, per_head(key, self.n_heads)
+        n = key.shape[2]
+        scores, seen = self.softmax.scores.detach().double()[..., :n], self.softmax.pattern[..., :n] > 0
+        return Met(scores_of(query, key), query, per_head(key, self.n_heads), scores, seen)
+
+    def divided_by(self, factor: float) -> float:
+        """What the product is divided by, that a factor was measured of: the root of a head's width, or another."""
+        usual = self.normed("q").shape[-1] ** 0.5
+        return usual if abs(factor * usual - 1) < FITTED else rounded(1 / factor)
 
     @property
     def is_causal(self) -> bool:

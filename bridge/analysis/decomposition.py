@@ -15,6 +15,7 @@ from adapters.building import more_embed_name
 from adapters.config import is_language_part
 from adapters.linear import weight_in_out
 from adapters.mixers import Mixer
+from bridge.analysis.analysis import AnalysedRun, Index, layer_of, pick, plain, refuse_no_sum, require
 from bridge.analysis.layer_outputs import (
     PostNorm,
     StreamNorm,
@@ -27,7 +28,6 @@ from bridge.analysis.layer_outputs import (
     results_of_layers,
     results_of_neurons,
 )
-from bridge.analysis.requirements import AnalysedRun, Index, layer_of, pick, plain, refuse_no_sum, require
 from bridge.hooks.names import last_stream
 
 Group = Literal["embed", "attn", "mixer", "mlp", "bias"]

@@ -15,7 +15,7 @@ from adapters.linear import bias_of, head_results, weight_in_out
 from adapters.norms import NormKind
 from adapters.points import Point, module_at
 from adapters.views import Composed, Copied, linearly, transformed
-from bridge.analysis.requirements import AnalysedRun, Index, pick, require
+from bridge.analysis.analysis import AnalysedRun, Index, pick, require
 from bridge.hooks.asked import StudiedBridge
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from adapters.norms import at_least_float32
+from bridge.analysis.analysis import AnalysedRun, refuse_no_logit_sum
 from bridge.analysis.decomposition import terms_of
-from bridge.analysis.requirements import AnalysedRun, refuse_no_logit_sum
 from bridge.analysis.residual import logit_attributions
 from bridge.hooks.arguments import refuse_wrong_types
 from bridge.hooks.asked import StudiedBridge

@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from bridge.analysis.analysis import AnalysedRun, Index, layer_of, pick, refuse_no_logit_sum, require
 from bridge.analysis.decomposition import Group, StreamTerm, stacked, stream_at, terms_of
 from bridge.analysis.layer_outputs import gradients_of, norm_before, norm_of, results_of_heads, results_of_neurons
-from bridge.analysis.requirements import AnalysedRun, Index, layer_of, pick, refuse_no_logit_sum, require
 from bridge.hooks.arguments import check_choice, refuse_wrong_types
 from bridge.hooks.asked import StudiedBridge
 from bridge.hooks.names import act_name, last_stream

@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from bridge.analysis.analysis import layer_of, refuse_no_sum
 from bridge.analysis.layer_outputs import bias_written
-from bridge.analysis.requirements import layer_of, refuse_no_sum
 from bridge.hooks.arguments import check_choice, heads_shown, refuse_wrong_types
 from bridge.hooks.asked import StudiedBridge
 from bridge.weights import FactoredMatrix, at_least_float32, first_weight

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from bridge.analysis.requirements import refuse_training
+from bridge.analysis.analysis import refuse_training
 from bridge.bridge import TransformerBridge
 from bridge.circuits.circuits import EdgeScores
 from bridge.circuits.edge_runs import effects_of_edges

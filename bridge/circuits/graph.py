@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from bridge.analysis.analysis import refuse_no_sum
 from bridge.analysis.layer_outputs import post_norm
-from bridge.analysis.requirements import refuse_no_sum
 from bridge.bridge import TransformerBridge
 from bridge.hooks.arguments import refuse_wrong_types
 from bridge.hooks.names import suggestion

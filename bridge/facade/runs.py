@@ -14,7 +14,7 @@ from torch import Tensor
 from adapters.views.basis import Basis, Error, InBasis
 from bridge import lens as lenses
 from bridge.bases.bases import BasisRequest, modules_of, one_of, takes_over, written_later
-from bridge.cache import ActivationCache
+from bridge.cache import ActivationCache, cache_of_run
 from bridge.facade.hooks import HookMethods, TokenMethods
 from bridge.hooks.context import Listener, Scope
 from bridge.hooks.hooks import HookPoint
@@ -147,7 +147,7 @@ class RunMethods(HookMethods, TokenMethods):
             output = self.forward(input, **forward_kwargs)
             if incl_bwd:
                 recorder.backward(output)
-        cache = ActivationCache.of_run(recorder.finish(named_one_by_one(names_filter)), self)
+        cache = cache_of_run(recorder.finish(named_one_by_one(names_filter)), self)
         if remove_batch_dim:
             cache.remove_batch_dim()
         if not reset_hooks_end:
@@ -235,7 +235,7 @@ class RunMethods(HookMethods, TokenMethods):
         check_specs("bwd_hooks", bwd_hooks)
         for names, _ in (*fwd_hooks, *bwd_hooks):
             self.points_of_run(names, forward_kwargs)
-        with self.hooks(fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts):
+        with hooked(self, fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts):
             return self.forward(input, **forward_kwargs)
 
     @contextmanager

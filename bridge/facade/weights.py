@@ -10,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from bridge.analysis import svd as weight_analysis
+from bridge.analysis.analysis import Index, layer_of
 from bridge.analysis.layer_outputs import neuron_labels
-from bridge.analysis.requirements import Index, layer_of
 from bridge.analysis.residual import Tokens, directions_of
 from bridge.analysis.svd import Labels, all_scores
 from bridge.facade.hooks import TokenMethods

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from adapters.views.basis import InBasis, dense
-from bridge.analysis.requirements import refuse_training
+from bridge.analysis.analysis import refuse_training
 from bridge.bases.bases import takes_over, written_later
 from bridge.bridge import TransformerBridge
 from bridge.hooks.arguments import check_positive, refuse_wrong_types

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.parametrize import cached
 
 from adapters.views.basis import dense
-from bridge.analysis.requirements import refuse_training
+from bridge.analysis.analysis import refuse_training
 from bridge.bases.bases import Rotation
 from bridge.bridge import TransformerBridge
 from bridge.hooks.arguments import refuse_wrong_types

@@ -1,4 +1,22 @@
-"""Any activation, patched piece by piece."""
+"""Activation patching: any activation, patched piece by piece, and a metric of each patched run.
+
+What comes in: corrupted prompts, the cache of a clean run, a metric of logits, and what to go through. What goes out:
+the metric of each patch, as a tensor with an axis for each index, or as a `PatchingResult`.
+
+The mechanism, in order:
+
+1. `Indices` says what to go through: all combinations of axes (layer, pos, head, ...), or the rows of a data frame.
+2. Each index becomes a `PatchStep`: a hook point, a setter (`bridge.patching.setters`) and the clean activation. Of
+   the ready-made setters it is known which positions they write; a setter of the user's own may do anything.
+3. `PatchedRuns` (`bridge.patching.runs`) runs the corrupted prompts once. Steps that change nothing there are left
+   out.
+4. It gives each patch with its logits, of runs that many patches share. `Metrics` makes numbers of these.
+5. `get_act_patch_resid_pre` and its siblings are this for one kind of activation; `patch_everything` is four of them
+   with a picture; `ablated` makes a cache of what an ablation puts in place, so that the same sweeps ablate.
+
+It refuses an unknown activation or axis, a clean cache without it, prompts of another length, and a metric of another
+shape than was said. It knows nothing of how runs are shared, nor of circuits.
+"""
 
 from __future__ import annotations
 

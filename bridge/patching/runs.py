@@ -1,9 +1,9 @@
 """Patched runs: many runs of the same prompts, each with one activation patched, in as few runs as it takes.
 
-What comes in: prompts (corrupted ones, as a rule), and `Patch`es: each says at which hook point it stands and makes the
-patched activation from the one that it is given. What goes out: each patch with its logits, those of a whole run but
-for the rounding of another batch size. Activation patching (`bridge.patching.patching`) measures metrics of them, and
-exact edges of circuits (`bridge.circuits`) are patches of what a part reads.
+What comes in: prompts (corrupted ones, as a rule), and `Patch`es: each says at which hook point it stands and makes
+the patched activation from the one that it is given. What goes out: each patch with its logits, those of a whole run
+but for the rounding of another batch size. Activation patching (`bridge.patching.patching`) measures metrics of them,
+and exact edges of circuits (`bridge.circuits`) are patches of what a part reads.
 
 The mechanism, in order:
 
@@ -16,10 +16,11 @@ The mechanism, in order:
 4. A patch in a basis is made on the point that the basis stands on: what all patches there begin with is encoded once.
 5. The last block runs, and logits are computed, where the metric looks (`LazyLogits`).
 6. Where that would not give what whole runs give, each patch is a run of its own, from its layer on if that much was
-   tried: hooks of the user or dropout (each run has its own), a point without a batch axis, a basis that mixes the rows
-   of a batch, a metric that asks for gradients, or too few patches to be worth the first run.
+   tried: hooks of the user or dropout (each run has its own), a point without a batch axis, a basis that mixes the
+   rows of a batch, a metric that asks for gradients, or too few patches to be worth the first run.
 
-It refuses several patches at a point without a batch axis. It knows nothing of setters, metrics, edges or results."""
+It refuses several patches at a point without a batch axis. It knows nothing of setters, metrics, edges or results.
+"""
 
 from __future__ import annotations
 

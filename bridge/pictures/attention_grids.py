@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from bridge.pictures.heat_maps import Axis, grid
-from bridge.pictures.picture import Picture, finished, rows_chart
+from bridge.pictures.pictures import Picture, finished, rows_chart
 from bridge.pictures.style import (
     checked,
     colour,

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from bridge.pictures.picture import Picture, rows_chart
+from bridge.pictures.pictures import Picture, rows_chart
 from bridge.pictures.style import (
     checked,
     colour,

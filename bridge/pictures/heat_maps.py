@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from bridge.pictures.picture import Picture, finished, rows_chart
+from bridge.pictures.pictures import Picture, finished, rows_chart
 from bridge.pictures.style import (
     checked,
     colour,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bridge.hooks.asked import StudiedBridge
 from bridge.pictures.heat_maps import Axis, grid
-from bridge.pictures.picture import Picture, finished, rows_chart
+from bridge.pictures.pictures import Picture, finished, rows_chart
 from bridge.pictures.style import (
     checked,
     colour,

@@ -320,9 +320,17 @@ class LoweredTap:
             x = step.apply(x, call, program_pass)
         return x
 
+    def watch_of(self, call: ObservedAttentionCall) -> AttentionWatch | RouterWatch:
+        """What sees the functions that the module calls."""
+        raise NotImplementedError
+
     def __call__(self, *args: object, **kwargs: object) -> object:
         """The module's forward."""
-        raise NotImplementedError
+        watch = self.here.watch = self.watch_of(_CallInProgram(self, Call(self.module, args, kwargs)))
+        try:
+            return watch.output_of(lambda: self.original(*args, **kwargs))
+        finally:
+            self.here.watch = None
 
 
 class _CallInProgram(ObservedAttentionCall):
@@ -358,26 +366,15 @@ class LoweredAttention(LoweredTap):
         super().__init__(module, steps, here)
         self._kernel_alone = implementation_of(module) == "sdpa" and is_looked_up(type(module).forward, "sdpa")
 
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        """The module's forward."""
-        watch = AttentionWatch(_CallInProgram(self, Call(self.module, args, kwargs)), self._kernel_alone)
-        self.here.attention = watch
-        try:
-            with watch:
-                output = self.original(*args, **kwargs)
-        finally:
-            self.here.attention = None
-        watch.check()
-        return output
+    def watch_of(self, call: ObservedAttentionCall) -> AttentionWatch:
+        return AttentionWatch(call, self._kernel_alone)
 
 
 class LoweredRouter(LoweredTap):
     """A router. Its channels are those of `RouterWatch`."""
 
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        """The module's forward."""
-        watch = RouterWatch(_CallInProgram(self, Call(self.module, args, kwargs)))
-        return watch.output_of(lambda: self.original(*args, **kwargs))
+    def watch_of(self, call: ObservedAttentionCall) -> RouterWatch:
+        return RouterWatch(call)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -135,8 +135,8 @@ class Program(nn.Module):
 
     def attention_under_way(self) -> AttentionWatch | None:
         """What sees the attention that a tapped module is computing now, in this thread."""
-        found: AttentionWatch | None = getattr(self.lowered.here, "attention", None)
-        return found
+        found = getattr(self.lowered.here, "watch", None)
+        return found if isinstance(found, AttentionWatch) else None
 
     @property
     def config(self) -> PreTrainedConfig:

@@ -314,6 +314,8 @@ def points_that_run(
     bridge: RunnableBridge, points: Sequence[HookPoint], forward_kwargs: Mapping[str, Any]
 ) -> list[HookPoint]:
     """Those of the hook points that lie in the layers that run."""
+    if not runs_some_layers(forward_kwargs):
+        return list(points)
     start, stop = check_layers(
         forward_kwargs.get("start_at_layer"), forward_kwargs.get("stop_at_layer"), bridge.cfg.n_layers
     )
@@ -330,8 +332,6 @@ def points_of_run(
         ValueError: one does not; or none does.
     """
     points = bridge.select_hooks(names)
-    if not runs_some_layers(forward_kwargs):
-        return points
     running = points_that_run(bridge, points, forward_kwargs)
     if len(running) == len(points):
         return points

@@ -64,11 +64,9 @@ class AttentionTap(Tap):
             finally:
                 if not (self.points or self.opened):  # the last hook was removed meanwhile
                     self._leave_kernel()
-        else:
-            with watch:
-                output = self.original(*args, **kwargs)
-        watch.check()
-        return output
+            watch.check()
+            return output
+        return watch.output_of(lambda: self.original(*args, **kwargs))
 
     def _patch_kernel(self, implementation: str) -> None:
         """Sees to it that the kernel can be watched, as long as the tap stands: it is not made anew for each call."""
@@ -145,6 +143,17 @@ class AttentionWatch(SeesAttention):
         elif kernel or not self._kernel_alone:
             return super().call(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def output_of(self, run: Callable[[], Any]) -> Any:
+        """What the module returns, all of whose functions are seen.
+
+        Args:
+            run: its forward.
+        """
+        with self:
+            output = run()
+        self.check()
+        return output
 
     def check(self) -> None:
         """Looks whether everything was seen that somebody listens to.

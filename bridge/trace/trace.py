@@ -195,14 +195,10 @@ class Trace(InStep, Access):
         self._begun_in = CURRENT.get()
         if self.stops.captured:
             self.stops.listen_to_captured()
-        coroutine.run_in_context(self._get_ready)  # what can be refused is refused here
-        self._show(self.bridge.names, self)
-
-    def _get_ready(self) -> None:
-        """All up to the call of the model, in its context."""
         assert self._pass is not None
-        self._inputs = self._pass.__enter__().inputs
+        self._inputs = coroutine.run_in_context(self._pass.__enter__).inputs  # what can be refused is refused here
         self._is_ready = True
+        self._show(self.bridge.names, self)
 
     def _work(self) -> None:
         """The model's side."""

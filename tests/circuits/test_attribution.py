@@ -99,6 +99,29 @@ def test_eap_ig_over_activations(gpt2, graph, hand, clean, corrupted, metric, ch
     assert right.abs().max() > 1e-3
 
 
+def test_nodes_are_attributed_by_the_gradient_at_what_they_write(gpt2, hand, clean, corrupted, metric, change):
+    loss = metric(hand(clean))
+    gradient = torch.autograd.grad(loss, list(hand.wrote.values()))
+    right = [float((one * other).sum()) for one, other in zip(change, gradient, strict=True)]
+    found = edge_attribution(gpt2, clean, corrupted, metric, "gradient").nodes
+    assert list(found.values()) == pytest.approx(right, abs=1e-10) and max(map(abs, right)) > 1e-3
+
+
+def test_prompts_of_several_lengths_in_one_batch(gpt2, clean, corrupted):
+    """Padded behind, each read at its own last token: what is behind it changes nothing."""
+    short = [tokens[1:, :4] for tokens in (clean, corrupted)]
+    answers, wrong = torch.tensor([5, 8]), torch.tensor([9, 2])
+    together = logit_difference(answers, wrong, torch.tensor([4, 3]))
+    padded = [
+        torch.cat([tokens[:1], torch.cat([tokens[1:, :4], torch.full((1, 1), 60)], 1)]) for tokens in (clean, corrupted)
+    ]
+    for method in ("gradient", "inputs", "activations"):
+        one = edge_attribution(gpt2, clean[:1], corrupted[:1], logit_difference(answers[:1], wrong[:1]), method)
+        other = edge_attribution(gpt2, *short, logit_difference(answers[1:], wrong[1:]), method)
+        found = edge_attribution(gpt2, *padded, together, method)
+        torch.testing.assert_close(found.values, mean_scores([one, other]).values, atol=1e-11, rtol=1e-9)
+
+
 def test_steps_in_several_batches(gpt2, clean, corrupted, metric, monkeypatch):
     right = edge_attribution(gpt2, clean, corrupted, metric)
     monkeypatch.setattr("bridge.circuits.attribution.tokens_per_run", lambda *args: 20)

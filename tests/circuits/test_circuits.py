@@ -159,6 +159,33 @@ def test_cpr_and_cmd_are_the_benchmarks(gpt2, graph, hand, clean, corrupted, met
     assert found.cmd == pytest.approx(sum((b - a) * (abs(1 - x) + abs(1 - y)) / 2 for a, b, x, y in steps), abs=1e-9)
 
 
+def test_circuits_of_nodes(gpt2, graph, clean, corrupted, metric):
+    scores = scores_of(graph)
+    counts = {
+        name: sum(scores[f"{name}->{reader}"] for reader in graph.receivers if exists(graph, name, reader))
+        for name in graph.senders
+    }
+    assert scores.nodes == pytest.approx(counts)
+    best = sorted(counts, key=lambda name: -abs(counts[name]))[:5]
+    circuit = scores.top_nodes(5)
+    right = {
+        (name, reader)
+        for name in best
+        for reader in graph.receivers
+        if exists(graph, name, reader) and (reader == "logits" or reader.split(".")[0] in best)
+    }
+    assert {(sender, receiver) for sender, receiver, _ in circuit.edges} == right
+    curve = faithfulness_curve(scores, gpt2, clean, corrupted, metric, shares=(0.4, 1.0), choose="top_nodes")
+    alone = scores.top_nodes(int(0.4 * len(counts))).evaluate(gpt2, clean, corrupted, metric)
+    assert curve.faithfulness == pytest.approx((alone.faithfulness, 1.0))
+    with pytest.raises(ValueError, match="n is 99; there are 16 nodes"):
+        scores.top_nodes(99)
+
+
+def exists(graph, sender, receiver):
+    return bool(graph.exists[graph.receiver(receiver), graph.sender(sender)])
+
+
 def test_evaluation_refuses(gpt2, graph, clean, corrupted, metric):
     circuit = scores_of(graph).top(5)
     with pytest.raises(ValueError, match="ablation is 'noise'"):

@@ -83,6 +83,7 @@ def test_tar_files_in_a_store(acts, tmp_path, monkeypatch):
     assert fsspec.open(f"{url}/{name}").open().read() == (tmp_path / "tars" / name).read_bytes()
 
 
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_webdataset_reads_them(acts, tmp_path):
     pytest.importorskip("webdataset", reason="webdataset is not installed")
     made = acts.to_webdataset(tmp_path, rows_per_file=37)

@@ -1,4 +1,24 @@
-"""What analyses need of a cache: activations by name, and a choice of positions, rows or neurons."""
+"""Analysis: what the activations and the weights of one run say, without running the model again.
+
+What comes in: an `AnalysedRun` (an `ActivationCache`): activations by name, and the model that made them. What goes
+out: tensors with an axis of components, and their names.
+
+The mechanism, in order:
+
+1. This file says what a study may ask of a run and of a model, picks positions, rows and neurons (`pick`), asks for
+   activations by name (`require`, which says what to cache where one is missing), and refuses by name.
+2. `bridge.analysis.layer_outputs`: what heads, neurons and biases of a layer write, from a few activations and
+   weights, through the norm that stands behind them.
+3. `bridge.analysis.decomposition`: walks the recipe of the stream as the architecture declares it, and gives its
+   terms.
+4. `bridge.analysis.residual`: the methods of a cache that use these: the stream in parts, attribution to logits.
+5. `bridge.analysis.logit_lens` (each layer read as next tokens), `bridge.analysis.head_detector` (previous-token,
+   duplicate and induction heads) and `bridge.analysis.svd` (singular vectors, composition) stand on their own.
+
+Sums are sums: a decomposition adds up to the stream, an attribution to the logit, or it is refused (`refuse_no_sum`,
+`refuse_no_logit_sum`, `refuse_no_stream`). It must not know of families: what is not in the declared recipe is not
+assumed.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +145,7 @@ def plain(index: Index) -> Plain:
 
     Example:
         >>> import torch
-        >>> from bridge.analysis.requirements import plain
+        >>> from bridge.analysis.analysis import plain
         >>> plain((2, 5)), plain(torch.tensor(3))
         (slice(2, 5, None), 3)
     """
@@ -155,7 +175,7 @@ def pick(x: Shaped[Tensor, "..."], index: Index, axis: int) -> Shaped[Tensor, ".
 
     Example:
         >>> import torch
-        >>> from bridge.analysis.requirements import pick
+        >>> from bridge.analysis.analysis import pick
         >>> pick(torch.arange(6), (1, 4), 0).tolist(), pick(torch.arange(6), [5, 0], 0).tolist()
         ([1, 2, 3], [5, 0])
     """
@@ -180,7 +200,7 @@ def require(cache: AnalysedRun, names: Iterable[str]) -> list[Tensor]:
 
     Example:
         >>> from bridge import TransformerBridge
-        >>> from bridge.analysis.requirements import require
+        >>> from bridge.analysis.analysis import require
         >>> _, cache = TransformerBridge.boot_embedded().run_with_cache("Mary and")
         >>> len(require(cache, ["hook_embed", "blocks.0.hook_attn_out"]))
         2
@@ -214,7 +234,7 @@ def layer_of(model: StudiedBridge, layer: int | None, mlp_input: bool = False) -
 
     Example:
         >>> from bridge import TransformerBridge
-        >>> from bridge.analysis.requirements import layer_of
+        >>> from bridge.analysis.analysis import layer_of
         >>> layer_of(TransformerBridge.boot_embedded(), -1)
         4
     """
