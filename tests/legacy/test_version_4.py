@@ -1,6 +1,6 @@
 """The public API of TransformerLens 4.3.0, name by name: there, refused with what to use, or explained.
 
-`python -m tests.legacy.test_version_4` writes the table in docs/migration.md; where TransformerLens 4.3.0 is installed,
+`python -m tests.legacy.test_version_4` writes the table in docs/migration_names.md; where TransformerLens 4.3.0 is installed,
 it first writes its names and arguments to tests/data.
 """
 
@@ -19,7 +19,7 @@ from bridge.legacy import table
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ROOT / "tests" / "data" / "transformer_lens_4.json"
-PAGE = ROOT / "docs" / "migration.md"
+PAGE = ROOT / "docs" / "migration_names.md"
 BEGIN, END = "<!-- written by python -m tests.legacy.test_version_4 -->\n", "<!-- until here -->\n"
 #: Its classes, and ours.
 CLASSES = {
@@ -227,7 +227,7 @@ def test_a_refused_name_says_what_to_use():
 
 
 def written():
-    """The table in docs/migration.md."""
+    """The table in docs/migration_names.md."""
     theirs = {place.partition(":")[2]: found for place, found in json.loads(NAMES.read_text())["classes"].items()}
     lines = ["| TransformerLens 4.3.0 | names | here, with the same arguments | |", "|---|---|---|---|"]
     for name, found in theirs.items():
