@@ -10,15 +10,18 @@ export HF_HUB_OFFLINE ?= 1
 demo: $(STAMP)
 	$(BIN)/python -m bridge demo
 
+# `make test TIER=core`: the rooms of one tier (core, programs, studies, harvest, legacy).
+TIER ?=
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(if $(TIER),tests=$$($(BIN)/python tools/structure.py --tests $(TIER)) &&) $(BIN)/python -m pytest $(if $(TIER),$$tests)
 
 real: $(REAL)/.fetched
 	$(BIN)/python -m pytest tests/real tests/examples -m real
 
-# Kills a harvest at twenty random moments, and other tests that take minutes: with Ray, with torch's compiler.
+# Kills a harvest at twenty random moments, and other tests that take minutes: with Ray, a server of S3's protocol, torch's
+# compiler.
 slow: $(STAMP)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[ray]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[ray]' s3fs 'moto[server,s3]' webdataset
 	UNCHECKED=1 $(BIN)/python -m pytest tests/harvest -m slow
 	UNCHECKED=1 $(BIN)/python -m pytest tests/harvest/test_ray.py
 	UNCHECKED=1 $(BIN)/python -m pytest -n 0 -m slow tests/programs/compiled.py

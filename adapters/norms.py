@@ -159,7 +159,7 @@ class NormKind:
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm in a model.
+    """A norm: the module, and what it computes.
 
     Attributes:
         path: the module, relative to what declares it: a block, an attention module, the base model; "" of a function.

@@ -1,4 +1,12 @@
-"""`ActivationCache`: the activations of one run, by hook name."""
+"""`ActivationCache`: the activations of one run, by hook name.
+
+What comes in is what a recorder kept: tensors by canonical name, and for some (patterns, results of heads, norm scales)
+what will compute them when they are asked for. What goes out is a mapping that takes every name and alias, and the
+methods that take the residual stream apart, which `bridge/analysis` computes from names alone.
+
+A cache records the run it was opened for and nothing later. What it computes late, it computes with the weights that
+the run had: where they were written to since, it refuses, by name. It knows nothing of hooks.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +21,11 @@ from torch import Tensor, nn
 
 from adapters.points import Point, module_at
 from adapters.views import Deferred
+from bridge.analysis.analysis import Index, pick, plain
 from bridge.analysis.layer_outputs import path_of_norm
-from bridge.analysis.requirements import AnalysedModel, Index, pick, plain
 from bridge.analysis.residual import ResidualMethods
 from bridge.hooks.arguments import BatchAxisError, refuse_wrong_types, shown
+from bridge.hooks.asked import StudiedBridge
 from bridge.hooks.modules import Written, written_to
 from bridge.hooks.names import act_name, suggestion
 
@@ -56,7 +65,7 @@ def _read_by_weights(name: str) -> str | None:
     return next((found for found in (name, base) if found.endswith((*_READ_BY_WEIGHTS, *_ENDS))), None)
 
 
-def _weights_behind(values: Mapping[str, Any], model: AnalysedModel | None) -> dict[str, Written]:
+def _weights_behind(values: Mapping[str, Any], model: StudiedBridge | None) -> dict[str, Written]:
     """The state of the weights that activations would be taken through, by hook point."""
     if model is None:
         return {}
@@ -73,7 +82,7 @@ def _alone(value: Tensor) -> Tensor:
 
 
 class ActivationCache(ResidualMethods):
-    """The activations of one run.
+    """The activations of one run, by any name of their hook points.
 
     Keys are canonical hook names; aliases and short forms are accepted: ``cache["q", 3]``, ``cache["embed"]``,
     ``cache["resid_post", -1]``, ``cache["scale", 0, "ln1"]`` (see `act_name`).
@@ -94,15 +103,18 @@ class ActivationCache(ResidualMethods):
     """
 
     @refuse_wrong_types
-    def __init__(self, cache_dict: dict[str, Any], model: AnalysedModel | None, has_batch_dim: bool = True) -> None:
-        self._values = cache_dict  # of tensors, and of what gives one when it is asked for (`Deferred`)
+    def __init__(self, cache_dict: dict[str, Any], model: StudiedBridge | None, has_batch_dim: bool = True) -> None:
+        self._fill(cache_dict, model, has_batch_dim)
+
+    def _fill(self, values: dict[str, Any], model: StudiedBridge | None, has_batch_dim: bool) -> None:
+        self._values = values  # of tensors, and of what gives one when it is asked for (`Deferred`)
         self._model = model
         self._names: _Names | None = None
-        self._weights = _weights_behind(cache_dict, model)
+        self._weights = _weights_behind(values, model)
         self.has_batch_dim = has_batch_dim
 
     @property
-    def model(self) -> AnalysedModel:
+    def model(self) -> StudiedBridge:
         """The bridge that made the activations; assign one to a cache that was pickled and loaded.
 
         Raises:
@@ -116,7 +128,7 @@ class ActivationCache(ResidualMethods):
         return self._model
 
     @model.setter
-    def model(self, model: AnalysedModel) -> None:
+    def model(self, model: StudiedBridge) -> None:
         self._model = model
         self._weights = _weights_behind(self._values, model)
 
@@ -336,3 +348,10 @@ class ActivationCache(ResidualMethods):
         if move_model:
             self.model.original_model.to(target)
         return self
+
+
+def cache_of_run(values: dict[str, Any], model: StudiedBridge) -> ActivationCache:
+    """What a run has left: tensors by canonical name, and what gives one when it is asked for."""
+    new = ActivationCache.__new__(ActivationCache)
+    new._fill(values, model, True)
+    return new

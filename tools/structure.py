@@ -2,6 +2,7 @@
 
     python tools/structure.py            # prints the tables of docs/architecture.md
     python tools/structure.py --write    # writes them there
+    python tools/structure.py --tests studies    # the tests of one tier: `make test TIER=studies`
 
 What a reader pays for is counted, and nothing that can be folded: syntax nodes, not lines; files, classes and
 protocols; class names that mean two things; the share of imports; classes that hardly anybody uses. What a call goes
@@ -37,10 +38,15 @@ MARKS = {
 TIERS = {
     "core": (),
     "programs": ("programs", "export"),
-    "studies": ("patching", "circuits", "features", "tasks", "pictures", "cli"),
-    "harvest": ("harvest",),
+    "studies": ("patching", "circuits", "features", "tasks", "pictures"),
+    "harvest": ("harvest", "cli", "__main__"),
     "legacy": ("legacy",),
 }
+#: The folders of tests that are named after no room and are of no tier: of the whole house, and of what is around it.
+OF_THE_HOUSE = (
+    "benchmarks", "clients", "data", "distribution", "docs", "every_type", "examples", "gpu", "real", "sharded",
+    "versions",
+)  # fmt: skip
 _NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
     tokenize.ENDMARKER,
@@ -97,6 +103,17 @@ def tier_of(path: str) -> str:
     """The tier of a file, by its path from the top."""
     room = path.split("/")[1].removesuffix(".py") if path.startswith("bridge/") else ""
     return next((tier for tier, rooms in TIERS.items() if room in rooms), "core")
+
+
+def above_the_core() -> tuple[str, ...]:
+    """The modules of `bridge` that could be distributions of their own: the core and programs need none."""
+    return tuple(f"bridge.{room}" for tier in TIERS if tier not in ("core", "programs") for room in TIERS[tier])
+
+
+def folders_of(tier: str) -> list[str]:
+    """The folders of tests that a tier has: tests stand where what they test stands."""
+    folders = sorted(path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and path.name[0] not in "._")
+    return [f"tests/{name}" for name in folders if name not in OF_THE_HOUSE and tier_of(f"bridge/{name}") == tier]
 
 
 def room_of(path: str) -> str:
@@ -283,7 +300,16 @@ def tables() -> dict[str, str]:
 
 
 def main() -> None:
-    """Prints the tables, or writes them."""
+    """Prints the tables, or writes them; or where the tests of a tier are."""
+    if "--tests" in sys.argv:
+        tier = sys.argv[sys.argv.index("--tests") + 1]
+        if tier not in TIERS:
+            sys.exit(f"{tier!r} is no tier; they are {', '.join(TIERS)}")
+        print(*folders_of(tier))
+        return
+    import torch
+
+    torch.set_num_threads(1)
     found = tables()
     if "--write" not in sys.argv:
         print("\n\n".join(found.values()))
@@ -297,7 +323,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    import torch
-
-    torch.set_num_threads(1)
     main()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from adapters.architecture import KINDS, Embedding, Head, Readout, TableOf, tables
+from adapters.attention import capped
 from adapters.automatic.blocks import power_between
 from adapters.automatic.norms import function_norm, norm_kind, relative, rounded
 from adapters.config import config_of
@@ -72,7 +73,7 @@ def find_embedding(
         return None
     # A table of positions may run before that of tokens (FSMT): it makes the same of every row.
     tokens = next((call for call in called if not _same_for_each_row(call.left[0].value)), called[0])
-    return _Search(model, recording, before, tokens, first.entered, text).run()
+    return _EmbeddingSearch(model, recording, before, tokens, first.entered, text).run()
 
 
 def _same_for_each_row(x: Tensor) -> bool:
@@ -80,7 +81,7 @@ def _same_for_each_row(x: Tensor) -> bool:
 
 
 @dataclass
-class _Search:
+class _EmbeddingSearch:
     """Goes back from the first stream: through a projection and a norm to a sum, and from its terms to their tables.
 
     Attributes:
@@ -656,7 +657,7 @@ def capped_between(before: Tensor, logits: Tensor) -> tuple[float, float] | None
         if moved <= 1e-12 * cap:
             break
     cap, factor = float(f"{cap:.4g}"), rounded(float(f"{factor:.6g}"))
-    return (factor, cap) if agree(cap * torch.tanh(factor * x / cap), y, before) else None
+    return (factor, cap) if agree(capped(factor * x, cap), y, before) else None
 
 
 def _cap_at(x: float, y: float) -> float | None:

@@ -1,4 +1,27 @@
-"""The recorder: what entered and left modules in a run, its softmaxes, and the graph between them."""
+"""Recording: what entered and left every module in one run, its softmaxes, and the graph between them.
+
+**In**: a model and its inputs.
+
+**Out**: a `Recording`: each `ModuleCall` in order of time, with the tensors that crossed its border; each `Softmax`,
+with the scores and the queries and keys that met before it; when a choice (a top-k) was made. Inference reads it, and
+proofs read the calls alone.
+
+**How**:
+
+1. `CallRecorder` puts a hook before and behind each module, which notes what enters and leaves. A clock that ticks at
+   every border says what ran inside of what, and before what.
+2. `record` keeps the graph, too: a tensor at a border is kept with its numbers, and with its `mark`, a few bytes that
+   are the same for all tensors of the same numbers, so that who reads what can be looked up.
+3. `AttentionRecorder` sees torch's own functions. It records softmaxes, those by hand included (`SoftmaxByHand`),
+   computes fused attention in full (`scores_of`, `pattern_of`, `result_of`), and lets the pattern out as a constant: so
+   the gradient of `z` reaches the values alone.
+4. Version counters tell what the model has written over since: such a place is declared to be copied.
+
+**It refuses** (`NotFound`) a model that does not run on what it is given, or exchanges its modules in every run. Hooks
+and modes are gone after the run, and after an error.
+
+**It does not know** what a module is for. Nothing here goes by a name, a class or a declaration.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +35,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedConfig
-from transformers.activations import ACT2FN
 
-from adapters.imports import clamp_of
+from adapters.attention import pattern_of, per_head, result_of, scores_of
 from adapters.inputs import argument_names
 from adapters.points import Site, is_inside, token_embedding
 from adapters.spread import Alike, Cut, Layout, SpreadModelError
@@ -434,7 +455,7 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {words}"[:300] if words else type(error).__name__
 
 
-class Recorder:
+class CallRecorder:
     """Records the calls of modules inside a ``with`` statement.
 
     Args:
@@ -547,9 +568,8 @@ class SeesAttention(Watch):
 
     looked_at: Collection[Callable[..., Any]] | None = _OF_ATTENTION
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.by_hand = SoftmaxByHand()
+    #: What follows a softmax by hand, while one is under way.
+    by_hand: SoftmaxByHand | None = None
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a function of the module's: what is attention is told to the methods below."""
@@ -558,6 +578,7 @@ class SeesAttention(Watch):
         if func in SOFTMAXES:
             return self.softmax(func, args, kwargs)
         if may_be_step(func, args) and self.follows_steps:
+            self.by_hand = self.by_hand or SoftmaxByHand()
             return self.by_hand.step(func, args, kwargs, self.begins, self.ends)
         if func in PRODUCTS and len(args) == 2 and all(isinstance(x, Tensor) and x.ndim == 4 for x in args):
             query, key = args[0], args[1].transpose(-1, -2)
@@ -612,7 +633,7 @@ class AttentionRecorder(SeesAttention):
 
     looked_at = None  # those that choose are noted too
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: CallRecorder) -> None:
         super().__init__()
         self.recorder, self.recording = recorder, recorder.recording
         self.products: list[tuple[Tensor, Tensor]] = []
@@ -647,7 +668,7 @@ class AttentionRecorder(SeesAttention):
     def ends(self, scores: Tensor, pattern: Tensor) -> Tensor:
         """A softmax by hand has ended."""
         self._add(scores, pattern, self.products, fused=False)
-        self.products, self.by_hand = [], SoftmaxByHand()
+        self.products, self.by_hand = [], None
         return pattern.detach()
 
     def _add(self, scores: Tensor, pattern: Tensor, products: list[tuple[Tensor, Tensor]], *, fused: bool) -> None:
@@ -661,21 +682,15 @@ class AttentionRecorder(SeesAttention):
     def scaled_dot_product(self, kernel: Callable[..., Tensor], given: KernelArguments) -> Tensor:
         """Computes in full what the kernel would."""
         query, key, value, attn_mask, _, is_causal, scale, _ = given
-        if key.shape[1] != query.shape[1]:
-            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-        scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
         if is_causal:
-            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            scores = scores.masked_fill(~attn_mask, torch.finfo(scores.dtype).min)
-        elif attn_mask is not None:
-            scores = scores + attn_mask
-        pattern = scores.float().softmax(-1).to(scores.dtype)
-        self._add(scores, pattern, [(query, key)], fused=True)
-        return pattern.detach() @ value
+            attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        scores = scores_of(query, key, query.shape[-1] ** -0.5 if scale is None else scale, mask=attn_mask)
+        pattern = pattern_of(scores)
+        self._add(scores, pattern, [(query, per_head(key, query.shape[1]))], fused=True)
+        return result_of(pattern.detach(), value)
 
 
-class _GraphRecorder(Recorder):
+class _GraphRecorder(CallRecorder):
     """Records what passes the borders of modules with the graph between them, and what is written over there."""
 
     def __init__(self, model: nn.Module, recording: Recording) -> None:
@@ -763,28 +778,3 @@ def _seen(key: int | None, x: Any) -> BorderTensor | None:
         return None
     value = x.detach().clone()
     return BorderTensor(key, x, value, mark(value))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What activation functions compute, by the names that configurations have for them.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def function_of(act_fn: str | None) -> Callable[[Tensor], Tensor] | None:
-    """What an activation function computes, by `cfg.act_fn`; None for a name that nobody knows."""
-    if act_fn in ("solu", "solu_ln"):
-        return lambda x: x * x.softmax(-1)
-    # It makes the function when it is asked with brackets, and only then.
-    return None if act_fn is None or act_fn not in ACT2FN else ACT2FN[act_fn]
-
-
-def product(act_fn: str | None, pre: Tensor, linear: Tensor | None, config: PreTrainedConfig) -> Tensor | None:
-    """What an activation function makes of what enters it and the other projection; None for an unknown name."""
-    if act_fn == "clamped_swiglu" and linear is not None:
-        limit, alpha = clamp_of(config)
-        clamped = pre.clamp(max=limit)
-        return (linear.clamp(-limit, limit) + 1) * clamped * (alpha * clamped).sigmoid()
-    function = function_of(act_fn)
-    if function is None:
-        return None
-    return function(pre) if linear is None else function(pre) * linear

@@ -148,8 +148,8 @@ def recognise_module(module: nn.Module, width: int, like: Tensor, *, tolerance: 
 # | `FITTED` | 1 | 0 | 0 | 0 | 0 | 0 | 2 | 4 |
 # | `NEGLIGIBLE` | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 14 |
 # | `_PARALLEL` (`stream.py`) | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0 |
-# | `_FAR_BELOW` (`measured.py`) | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0 |
-# | `_BEYOND_CHANCE` (`embedding.py`) | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0 |
+# | `_FAR_BELOW` (`facts.py`) | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0 |
+# | `_BEYOND_CHANCE` (`ends.py`) | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0 |
 # ----------------------------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,33 @@
-"""What a view is, and the simplest ones."""
+"""What a view is, and the simplest ones: how the tensor at a site is seen as a hook point's activation.
+
+A hook point stands where torch lets us stand (`adapters.points.Site`), and the tensor there rarely has the shape that
+the point promises: heads lie in columns, tokens in rows, queries, keys and values in one fused output. A `View` is the
+pair of functions between the two.
+
+**In**: the tensor at the site, and the `Call` of the module in progress (its arguments, and what was seen at other
+sites that the point named as sources).
+
+**Out**: ``get(x, call)`` is the activation; ``put(x, new, call)`` is the tensor that takes the place of ``x`` when the
+activation is to be ``new``.
+
+**What holds of every view**:
+
+1. ``put(x, get(x))`` is ``x``. `verify` tries it at every hook point.
+2. `get` and `put` are of one place: they do not run the model.
+3. A view says of itself what who uses it has to know: whether `get` returns the site's own tensor (`identity`), looks
+   at the call (`contextual`), may be asked after the run (`deferrable`, `at_once`), sees rows one by one (`by_row`), or
+   is written through in place, so that the skip connection sees it, too (`writes_through`).
+4. Views compose: `Composed(inner, outer)` is what `outer` sees of what `inner` sees. A basis of the user's is one more
+   view on top (`adapters.views.basis`).
+
+Beside views stands `Affine`, a link of a chain ``x * weight * factor + plus`` that a tensor goes through in a block: a
+constant or a parameter that a declaration names. It computes itself forward (`of`), for a term of a sum (`linear`), and
+backward (`undone`).
+
+**It refuses** an edit that cannot be undone: behind a weight with zeros, or in place of a leaf of the autograd graph.
+
+**It does not know** who listens, where a tensor is cut over processes (`adapters.spread`), or which model it is of.
+"""
 
 from __future__ import annotations
 
@@ -76,12 +105,18 @@ class Call:
         return found
 
     def without_graph(self) -> Call:
-        """The same call, of tensors that hold no graph: for what is kept."""
-        if not torch.is_grad_enabled():
-            return self
-        args = tuple([x.detach() if isinstance(x, Tensor) else x for x in self.args])
-        kwargs = {name: x.detach() if isinstance(x, Tensor) else x for name, x in self.kwargs.items()}
-        return Call(self.module, args, kwargs, self.sources, self.scratch)
+        """The same call, for what is kept: of tensors that hold no graph, and without the keys and values of a past."""
+        kwargs = {name: _without_graph(x) for name, x in self.kwargs.items()}
+        return Call(self.module, tuple([_without_graph(x) for x in self.args]), kwargs, self.sources, self.scratch)
+
+
+def _without_graph(x: Any) -> Any:
+    """What may be kept of an argument: None in place of an object, which may hold tensors of its own."""
+    if isinstance(x, Tensor):
+        return x.detach() if x.requires_grad else x
+    if isinstance(x, tuple):
+        return tuple(map(_without_graph, x))
+    return x if isinstance(x, int | float | str) else None
 
 
 def split(x: Tensor, n: int) -> Tensor:
@@ -434,7 +469,7 @@ class FlatRows(View):
         return new if x.ndim == 3 else new.flatten(0, 1)
 
 
-class Rows(View):
+class ExpertRows(View):
     """``... row d -> row d``: what an expert is given may have axes of one (Hunyuan)."""
 
     identity = False

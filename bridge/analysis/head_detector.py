@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Float, Int, Num
 from torch import Tensor
 
-from bridge.analysis.requirements import RunnableModel
 from bridge.hooks.arguments import check_choice, heads_shown, refuse_wrong_types
+from bridge.hooks.asked import StudiedBridge
 
 __all__ = [
     "HEAD_NAMES",
@@ -50,7 +50,7 @@ class HeadDetectionError(ValueError, AssertionError):
 
 @refuse_wrong_types
 def detect_head(
-    model: RunnableModel,
+    model: StudiedBridge,
     seq: str | Sequence[str],
     detection_pattern: Num[Tensor, "query key"] | str,
     heads: Sequence[LayerHeadTuple] | Mapping[int, Sequence[int]] | None = None,
@@ -106,7 +106,7 @@ def detect_head(
 
 
 def _detect(
-    model: RunnableModel,
+    model: StudiedBridge,
     text: str,
     wanted: Tensor | str,
     heads: Mapping[int, Sequence[int]],
@@ -162,14 +162,14 @@ def _cached_pattern(cache: Mapping[str, Tensor], name: str, length: int) -> Floa
     return attention
 
 
-def _n_heads(model: RunnableModel, layer: int) -> int:
+def _n_heads(model: StudiedBridge, layer: int) -> int:
     """How many heads a layer has."""
     hook = model.hook_dict.get(f"blocks.{layer}.attn.hook_pattern")
     return heads_shown(model.cfg, hook.point.axes) if hook else model.cfg.n_heads
 
 
 def _heads(
-    model: RunnableModel, heads: Sequence[LayerHeadTuple] | Mapping[int, Sequence[int]] | None
+    model: StudiedBridge, heads: Sequence[LayerHeadTuple] | Mapping[int, Sequence[int]] | None
 ) -> dict[int, list[int]]:
     """For each layer that was asked for, its heads."""
     cfg = model.cfg

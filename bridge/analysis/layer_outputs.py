@@ -15,7 +15,8 @@ from adapters.linear import bias_of, head_results, weight_in_out
 from adapters.norms import NormKind
 from adapters.points import Point, module_at
 from adapters.views import Composed, Copied, linearly, transformed
-from bridge.analysis.requirements import AnalysedModel, AnalysedRun, Index, pick, require
+from bridge.analysis.analysis import AnalysedRun, Index, pick, require
+from bridge.hooks.asked import StudiedBridge
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The norms that read the residual stream or stand on it, as maps of its terms.
@@ -90,7 +91,7 @@ class StreamNorm:
         return self.module.forward(x.to(weight.device, weight.dtype)).to(x.device)
 
 
-def norm_of(model: AnalysedModel, name: str) -> StreamNorm | None:
+def norm_of(model: StudiedBridge, name: str) -> StreamNorm | None:
     """A norm by its canonical name.
 
     Args:
@@ -154,7 +155,7 @@ class PostNorm(StreamNorm):
         return transformed(chain, next(self.block.parameters()).new_zeros(()) if bias is None else bias, self.block)
 
 
-def post_norm(model: AnalysedModel, layer: int, part: str) -> PostNorm | None:
+def post_norm(model: StudiedBridge, layer: int, part: str) -> PostNorm | None:
     """The norm that follows a layer's attention or MLP (Gemma 2); None where none does.
 
     Args:
@@ -175,7 +176,7 @@ def post_norm(model: AnalysedModel, layer: int, part: str) -> PostNorm | None:
     return PostNorm(norm.name, norm.kind, norm.module, model.architecture.step_at(layer, part), block)
 
 
-def norm_before(model: AnalysedModel, layer: int, mlp_input: bool = False) -> StreamNorm | None:
+def norm_before(model: StudiedBridge, layer: int, mlp_input: bool = False) -> StreamNorm | None:
     """The norm through which a layer reads the residual stream, or None where it reads it as it is.
 
     Args:
@@ -244,7 +245,7 @@ def gradients_of(x: Tensor) -> torch.set_grad_enabled:
     return torch.set_grad_enabled(torch.is_grad_enabled() and x.requires_grad)
 
 
-def _module_at(model: AnalysedModel, name: str) -> nn.Module:
+def _module_at(model: StudiedBridge, name: str) -> nn.Module:
     return module_at(model.original_model, model.hook_dict[name].point.site.path)
 
 
@@ -441,7 +442,7 @@ def _rows_of(module: nn.Module, like: Tensor, index: Index) -> Tensor:
     return rows.reshape(*chosen.shape, -1)
 
 
-def bias_written(model: AnalysedModel, layer: int, part: Literal["attn", "mlp"]) -> Float[Tensor, " d_model"] | None:
+def bias_written(model: StudiedBridge, layer: int, part: Literal["attn", "mlp"]) -> Float[Tensor, " d_model"] | None:
     """The output bias of a layer's attention or MLP; None where there is none (a mixture of experts).
 
     Args:
@@ -468,7 +469,7 @@ def bias_written(model: AnalysedModel, layer: int, part: Literal["attn", "mlp"])
     return own if step.post else step.added(own, _module_at(model, f"blocks.{layer}.hook_resid_pre"))
 
 
-def _factor(model: AnalysedModel, layer: int, part: str) -> float:
+def _factor(model: StudiedBridge, layer: int, part: str) -> float:
     """What the result of a part's last matrix is multiplied with.
 
     Raises:
@@ -483,7 +484,7 @@ def _factor(model: AnalysedModel, layer: int, part: str) -> float:
     return factor
 
 
-def neuron_labels(model: AnalysedModel, layer: int, neuron_slice: Index = None) -> list[str]:
+def neuron_labels(model: StudiedBridge, layer: int, neuron_slice: Index = None) -> list[str]:
     """The labels of a layer's neurons, such as ``L0N5``.
 
     Args:

@@ -20,7 +20,7 @@ from adapters.observe.observe import SeesAttention
 from adapters.views import Args, Kwargs
 from adapters.views.attention import KernelArguments
 from bridge.export.formats import Example, ForExecutorch, Format, check_can_take, example_of, format_of
-from bridge.taps.tap import PatchedFunction, calling_instead
+from bridge.taps.taps import PatchedFunction, calling_instead
 from bridge.version import __version__
 
 # ----------------------------------------------------------------------------------------------------------------------

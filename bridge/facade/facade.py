@@ -1,4 +1,20 @@
-"""A Hugging Face model with its hook points: construction, what an `nn.Module` does, copies."""
+"""A Hugging Face model with its hook points: construction, what an `nn.Module` does, copies.
+
+What comes in is a model, and perhaps a tokenizer or a declaration. What goes out is the object that users hold. In
+order:
+
+1. `adapters.map_model` says which module plays which part. Where the class is not declared, a declaration is read from
+   the folder of those that were found before, or inferred from one run; either is proved on this model, and what could
+   not be proved is said in one line.
+2. `Names` makes hook points of the declared points, by canonical name and by every alias.
+3. `Wiring` is given them. It attaches nothing until somebody listens.
+4. What an `nn.Module` is asked (parameters, mode, device, state dict) is answered by the model itself.
+
+The methods stand in the other files of this room, by subject, in one line of classes: each has its documentation and
+one line of code, which calls the room where the work is done. Refused are models whose class is not declared and of
+which nothing can be inferred, and declarations that do not hold. This room knows no architecture, and no hook point by
+name.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +48,7 @@ from adapters.registry import UnsupportedModelError, has_declaration, inherits_d
 from adapters.spread import Layout, layout_of, number_of
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import Names
+from bridge.run.inputs import RunnableBridge
 from bridge.version import __version__
 from bridge.weights import NameTree
 from bridge.wiring.compiled import strip
@@ -186,7 +203,7 @@ def _asking(compares: bool, patience: float, found: ModelMap) -> ModelMap:
     return found if found.layout is None else replace(found, layout=found.layout.asking(compares, patience))
 
 
-class WrappedModel(nn.Module):
+class WrappedModel(nn.Module, RunnableBridge):
     """What all methods of a bridge stand on. The class that users see is `TransformerBridge`.
 
     Args:

@@ -14,7 +14,6 @@ from transformers import StoppingCriteria
 from adapters import imports as versions
 from bridge import generation, programs
 from bridge import trace as tracing
-from bridge.facade.hooks import HookMethods, TokenMethods
 from bridge.facade.runs import RunMethods
 from bridge.facade.weights import WeightMethods
 from bridge.hooks.arguments import refuse_wrong_types
@@ -25,8 +24,10 @@ from bridge.run.inputs import NAMES, HookSpec, Input, Request, unpacked
 from bridge.run.run import check_specs
 from bridge.run.tokenization import as_tokens
 
+T = TypeVar("T")
 
-class GenerationMethods(HookMethods, WeightMethods, TokenMethods):
+
+class GenerationMethods(RunMethods, WeightMethods):
     """The methods of a bridge that generate."""
 
     @property
@@ -285,17 +286,7 @@ class GenerationMethods(HookMethods, WeightMethods, TokenMethods):
             generation.generation.stream(self, input, dict(arguments)), max_tokens_per_yield
         )
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Tracing: interventions as plain Python, in the order in which the model runs.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-T = TypeVar("T")
-
-
-class TraceMethods(RunMethods, GenerationMethods):
-    """The methods of a bridge that trace its model."""
+    # Tracing: interventions as plain Python, in the order in which the model runs.
 
     @property
     def _model_order(self) -> tracing.stops.ModelOrder:
@@ -449,14 +440,7 @@ class TraceMethods(RunMethods, GenerationMethods):
         """
         return x
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Programs: a run with its hooks as a plain module, here or in another runtime.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-class ProgramMethods(HookMethods, TokenMethods):
-    """The methods of a bridge that make programs of runs."""
+    # Programs: a run with its hooks as a plain module, here or in another runtime.
 
     def program(
         self,

@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerBase
 
 from adapters.config import ModelFields
 from bridge import embedded, loading
-from bridge.facade.weights import ProcessingMethods
+from bridge.facade.weights import WeightMethods
 
 
-class LoadingMethods(ProcessingMethods):
+class LoadingMethods(WeightMethods):
     """The class methods of a bridge that load or make a model."""
 
     @classmethod
@@ -92,7 +92,7 @@ class LoadingMethods(ProcessingMethods):
             >>> TransformerBridge.boot_transformers(str(MODEL_DIR)).cfg.n_layers
             4
         """
-        source = loading.loading.Source(
+        source = loading.loading.ModelOrigin(
             name=model_name, revision=revision, checkpoint_index=checkpoint_index, checkpoint_value=checkpoint_value,
             gguf_file=gguf_file, cache_dir=cache_dir, force_download=force_download,
             local_files_only=local_files_only, token=token, trust_remote_code=trust_remote_code,

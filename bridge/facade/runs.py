@@ -14,7 +14,7 @@ from torch import Tensor
 from adapters.views.basis import Basis, Error, InBasis
 from bridge import lens as lenses
 from bridge.bases.bases import BasisRequest, modules_of, one_of, takes_over, written_later
-from bridge.cache import ActivationCache
+from bridge.cache import ActivationCache, cache_of_run
 from bridge.facade.hooks import HookMethods, TokenMethods
 from bridge.hooks.context import Listener, Scope
 from bridge.hooks.hooks import HookPoint
@@ -148,7 +148,7 @@ class RunMethods(HookMethods, TokenMethods):
             output = self.forward(input, **forward_kwargs)
             if incl_bwd:
                 recorder.backward(output)
-        cache = ActivationCache(recorder.finish(named_one_by_one(names_filter)), self)
+        cache = cache_of_run(recorder.finish(named_one_by_one(names_filter)), self)
         if remove_batch_dim:
             cache.remove_batch_dim()
         if not reset_hooks_end:
@@ -236,7 +236,7 @@ class RunMethods(HookMethods, TokenMethods):
         check_specs("bwd_hooks", bwd_hooks)
         for names, _ in (*fwd_hooks, *bwd_hooks):
             self.points_of_run(names, forward_kwargs)
-        with self.hooks(fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts):
+        with hooked(self, fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts):
             return self.forward(input, **forward_kwargs)
 
     @contextmanager
@@ -280,14 +280,7 @@ class RunMethods(HookMethods, TokenMethods):
         """
         return points_of_run(self, names, forward_kwargs)
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Reading the residual stream as next tokens.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-class LensMethods(RunMethods):
-    """The method of a bridge that reads its residual stream."""
+    # Reading the residual stream as next tokens.
 
     def lens(
         self,
@@ -320,14 +313,7 @@ class LensMethods(RunMethods):
         """
         return lenses.lens(self, input, kind, pos_slice, layers, prepend_bos, attention_mask)
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Hook points in a basis of the user's.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-class BasisMethods(RunMethods):
-    """The methods of a bridge that place hook points in a basis, and that hold parts of a run."""
+    # Hook points in a basis of the user's.
 
     @property
     def bases(self) -> list[HookPoint]:

@@ -10,11 +10,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from bridge.analysis import svd as weight_analysis
+from bridge.analysis.analysis import Index, layer_of
 from bridge.analysis.layer_outputs import neuron_labels
-from bridge.analysis.requirements import Index, layer_of
 from bridge.analysis.residual import Tokens, directions_of
 from bridge.analysis.svd import Labels, all_scores
-from bridge.facade.facade import WrappedModel
 from bridge.facade.hooks import TokenMethods
 from bridge.hooks.arguments import refuse_wrong_types
 from bridge.hooks.context import without_hooks
@@ -30,7 +29,7 @@ from bridge.weights import (
 from weight_processing.process import OFF, ON, Choice, process, restore
 
 
-class WeightMethods(WrappedModel):
+class WeightMethods(TokenMethods):
     """The weights of a bridge. Those of one block are attributes of it: ``bridge.blocks[3].attn.W_Q``.
 
     A block's weights, and the embeddings, are views of the model's own parameters. The stacks over all layers are new
@@ -178,14 +177,7 @@ class WeightMethods(WrappedModel):
         """The MLPs' output biases."""
         return self._stack("mlp", "b_out")
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# HookedTransformer's weight processing, on the Hugging Face model's own parameters.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-class ProcessingMethods(WeightMethods):
-    """The methods of a bridge that process weights."""
+    # HookedTransformer's weight processing, on the Hugging Face model's own parameters.
 
     def process_weights(
         self,
@@ -287,14 +279,7 @@ class ProcessingMethods(WeightMethods):
         """
         restore(self, without_hooks)
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What the weights say about heads and logits.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-class AnalysisMethods(WeightMethods, TokenMethods):
-    """The methods of a bridge that study its weights; names and shapes are HookedTransformer's."""
+    # What the weights say about heads and logits.
 
     @property
     def layer_types(self) -> Labels:
@@ -384,7 +369,7 @@ class AnalysisMethods(WeightMethods, TokenMethods):
             >>> bool((scores[0, :, 1] > 0).all()), bool((scores[1, :, 1] == 0).all())
             (True, True)
         """
-        return all_scores(self, mode)
+        return all_scores(self.OV, self.QK, mode)
 
     @refuse_wrong_types
     def accumulated_bias(

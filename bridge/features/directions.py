@@ -22,7 +22,7 @@ How = Literal["mean", "pca", "probe"]
 
 @dataclass(frozen=True, eq=False)
 class Direction:
-    """A direction that was found.
+    """A direction between two sets of prompts, and how well it tells them apart.
 
     Attributes:
         vector: of length one, from the negatives to the positives, ``[d]``.

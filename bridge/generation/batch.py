@@ -18,9 +18,10 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 
 from adapters.imports import check_batching
+from adapters.spread import refuse_context_parallel
 from bridge.bases.bases import read_by
 from bridge.cache import ActivationCache
-from bridge.generation.options import Generates, check_generates, decode
+from bridge.generation.options import RunnableBridge, check_generates, decode
 from bridge.generation.packed import Edit, Packed, PackedHook, PackedRequest, TellsApart, check_tells_apart, together
 from bridge.hooks.arguments import check_positive, shown
 from bridge.hooks.context import CURRENT, ForwardPass, Generation, Listener, RunContext, Scope
@@ -164,7 +165,9 @@ class BatchOptions:
 
 
 def prompts_of(
-    bridge: Generates, prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor, bos: bool | None
+    bridge: RunnableBridge,
+    prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor,
+    bos: bool | None,
 ) -> list[list[int]]:
     """Prompts as tokens, without padding.
 
@@ -190,7 +193,7 @@ def prompts_of(
 
 
 def generate_batch(
-    bridge: Generates,
+    bridge: RunnableBridge,
     prompts: Sequence[Sequence[int]],
     interventions: Sequence[HookSpec],
     each: Sequence[Sequence[HookSpec]] | None,
@@ -203,7 +206,8 @@ def generate_batch(
         prompts: as tokens.
         interventions, each, options: as there.
     """
-    bridge.wiring.refuse_own_rows("generate_batch")
+    if (sharing := bridge.wiring.sharing) is not None:
+        sharing.refuse("generate_batch", own_rows_alone=True)
     check_batching()
     check_generates(bridge)
     if bridge.core.config.is_encoder_decoder or not hasattr(bridge.core, "init_continuous_batching"):
@@ -227,17 +231,20 @@ def generate_batch(
     if not good:
         return iter([_answer(bridge, request, [], ()) for request in failed])
     lengths = [len(request.prompt) for request in good]
-    bridge.wiring.check_all_alike([[hook.name for hook in (*edits, *captured)], prompts, options.max_new_tokens])
-    free = bridge.wiring.least(free_memory(bridge.core.device))
+    free = free_memory(bridge.core.device)
+    refuse_context_parallel()
+    if sharing is not None:
+        sharing.check_alike([[hook.name for hook in (*edits, *captured)], prompts, options.max_new_tokens])
+        free = sharing.least(free)
     room = capacity_for(bridge.core, lengths, options.max_new_tokens, free)
     batch = _Batch(bridge, good, edits, captured, options, room)
     answers = _answers(batch, failed)
     # Where processes share the model, nothing else may be asked of it meanwhile: all are made before one is given.
-    return answers if bridge.wiring.group is None else iter(list(answers))
+    return answers if sharing is None else iter(list(answers))
 
 
 def _edits(
-    bridge: Generates, interventions: Sequence[HookSpec], each: Sequence[Sequence[HookSpec]] | None, requests: int
+    bridge: RunnableBridge, interventions: Sequence[HookSpec], each: Sequence[Sequence[HookSpec]] | None, requests: int
 ) -> dict[HookPoint, list[Edit]]:
     """The functions at each hook point: those that a run would call now, those of all requests, those of each."""
     if each is not None and len(each) != requests:
@@ -260,7 +267,7 @@ def _edits(
     return found
 
 
-def _cannot(bridge: Generates, prompt: Sequence[int], new: int) -> ValueError | None:
+def _cannot(bridge: RunnableBridge, prompt: Sequence[int], new: int) -> ValueError | None:
     """Why a prompt cannot be continued; None where it can."""
     if not prompt:
         return ValueError("the prompt has no tokens")
@@ -282,7 +289,7 @@ class _Batch:
 
     def __init__(
         self,
-        bridge: Generates,
+        bridge: RunnableBridge,
         requests: Sequence[PackedRequest],
         edits: Mapping[HookPoint, Sequence[Edit]],
         captured: Sequence[HookPoint],
@@ -511,7 +518,7 @@ def _answers(batch: _Batch, failed: Sequence[PackedRequest]) -> Iterator[Answer]
 
 
 def _answer(
-    bridge: Generates,
+    bridge: RunnableBridge,
     request: PackedRequest,
     tokens: Sequence[int],
     captured: Sequence[HookPoint],

@@ -161,10 +161,9 @@ def _fits(value: object, part: Any) -> bool:
     origin = typing.get_origin(part)
     if isinstance(value, str) and origin is not None:
         return False  # a sequence of strings is none
-    if isinstance(value, Tensor) and inspect.isclass(origin):
-        return value.ndim > 0 and issubclass(Tensor, origin)
-    if hasattr(value, "__array__") and inspect.isclass(origin):
-        return isinstance(value, origin) or issubclass(list, origin)
+    if hasattr(value, "__array__") and inspect.isclass(origin):  # a tensor, or an array of NumPy
+        scalar, kind = (not value.ndim, Tensor) if isinstance(value, Tensor) else (False, list)
+        return not scalar and (isinstance(value, origin) or issubclass(kind, origin))
     if origin is not None:
         return _holds(value, origin, typing.get_args(part))
     with jaxtyped("context"):  # the axes of a caller's function, of whatever size, are not ours

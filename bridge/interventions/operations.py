@@ -478,7 +478,7 @@ class Add(Operation):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Scale(Operation):
-    """Multiplies the activation.
+    """Multiplies the activation with a number, or a tensor of them.
 
     Args:
         by: broadcasts over the activation.

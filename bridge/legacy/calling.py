@@ -15,12 +15,12 @@ from adapters.views import Call, View
 from bridge.bridge import TransformerBridge
 from bridge.hooks.context import CURRENT, Listener, Scope, forward_pass, without_hooks
 from bridge.hooks.hooks import HookPoint
-from bridge.hooks.modules import first_parameter
+from bridge.hooks.modules import InForwardsPlace, first_parameter
 from bridge.hooks.names import suggestion
 from bridge.legacy.hook_points import CALLS
 from bridge.legacy.utilities import position_embeddings
 from bridge.run.layer_range import StopRun
-from bridge.taps.tap import InForwardsPlace, Tap
+from bridge.taps.taps import Tap
 
 #: What a call must not do twice: add keys and values to a cache.
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
@@ -43,7 +43,7 @@ class ReplacedForward(InForwardsPlace):
     def __init__(
         self, module: nn.Module, part: nn.Module, replacement: Callable[[], nn.Module], view: View, of_attention: bool
     ) -> None:
-        super().__init__(module)
+        self.module = module
         self.part, self.replacement, self.view, self.of_attention = part, replacement, view, of_attention
         own = self.module.__dict__.get("forward")
         if isinstance(own, Tap):  # which still wraps it

@@ -78,22 +78,6 @@ class LensHandle(NamedTuple):
         self.hook.remove()
 
 
-class StandaloneHooks:
-    """Attaches listeners to a hook point that belongs to no model: calling it is what runs them."""
-
-    def add(self, point: bridge_point.HookPoint, listener: Listener, prepend: bool = False) -> None:
-        """Attaches a listener."""
-        point.add_listener(listener, prepend)
-
-    def remove(self, point: bridge_point.HookPoint, gone: tuple[Listener, ...]) -> None:
-        """Removes listeners."""
-        point.keep_listeners(listener for listener in point.listeners if listener not in gone)
-
-    def compared(self, make: Callable[[], T], given: Tensor, point: bridge_point.HookPoint) -> T:
-        """What a function makes of a gradient: it belongs to no model that others would share."""
-        return make()
-
-
 def point_named(name: str, depth: int = -1, stacks: Collection[str] | None = None) -> Point:
     """A place in a module of the user's.
 
@@ -131,7 +115,7 @@ class HookPoint(bridge_point.HookPoint, nn.Module):
 
     def __init__(self, point: Point | None = None, order: int = 0, attaches: AttachesListeners | None = None) -> None:
         nn.Module.__init__(self)
-        super().__init__(point or point_named(""), order, attaches or StandaloneHooks())
+        super().__init__(point or point_named(""), order, attaches or AttachesListeners())
         self.is_standalone = point is None
         if point is None:
             self.name = None  # type: ignore[assignment]  # until `setup` gives it one
@@ -210,7 +194,7 @@ class HookPoint(bridge_point.HookPoint, nn.Module):
         """Takes its hooks away, and makes it belong to nobody. Gives the hooks."""
         hooks = self.listeners
         self._attaches.remove(self, hooks)
-        self._attaches = StandaloneHooks()
+        self._attaches = AttachesListeners()
         return hooks
 
     def join(self, attaches: AttachesListeners, hooks: tuple[Listener, ...]) -> None:

@@ -16,171 +16,193 @@ from torch.overrides import TorchFunctionMode
 from adapters.feed_forward import first_projection, gate_and_up, has_gate, joined, stacked
 from adapters.points import Site, call_number, has_module, module_path, token_embedding
 from adapters.views import Args, Call, Kwargs
-from bridge.hooks.context import Listener
+from bridge.hooks.context import Listener, RunsWithPass
 from bridge.hooks.hooks import HookPoint, LeaderEdit, checked, wants_gradients
 from bridge.interventions.operations import Operation
 from bridge.programs.program_pass import AnyFunction, Function, LoweredPoint, LoweredSite, ProgramPass, current
 from bridge.run.inputs import RunnableBridge
-from bridge.taps.attention import AttentionWatch, show_scores_and_pattern
+from bridge.taps.attention import AttentionWatch, ObservedAttentionCall, show_scores_and_pattern
 from bridge.taps.attention_call import AttentionCall, implementation_of, is_looked_up, is_opaque
 from bridge.taps.experts import RouterWatch
-from bridge.taps.tap import Tap
+from bridge.taps.taps import Tap
 from bridge.trace.coroutine import PointPassedError
-from bridge.trace.edit import BodyInStep, Edit, EditHook
+from bridge.trace.edit import BodyActivations, BodyInStep, Edit, EditHook
 from bridge.wiring.compiled import ForcedEager, strip
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Bodies of `trace_edit` in a program.
-#
-# Outside of compiled code the body runs once in each pass, in step with the model, as in a run. Code that is compiled
-# or exported cannot pause: there the body runs anew at each of its points, with the activations that it was given
-# before, and is left where it asks for the next one.
-# ----------------------------------------------------------------------------------------------------------------------
+#: The dictionaries of torch hooks, of which a shell has copies.
+HOOKS = (
+    "_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
+)  # fmt: skip
 
 
-#: What makes other numbers at each call.
-_RANDOM = {
-    torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like, torch.randn_like, torch.randint_like,
-    torch.bernoulli, torch.multinomial, torch.normal, torch.nn.functional.dropout, torch.dropout,
-    Tensor.bernoulli, Tensor.bernoulli_, Tensor.multinomial, Tensor.normal_, Tensor.uniform_, Tensor.random_,
-    Tensor.exponential_,
-}  # fmt: skip
-_ASSIGNED = Listener("fwd", lambda act, hook: None)
+@dataclass
+class Lowered:
+    """A model of shells, with the code of a program at its sites.
+
+    Attributes:
+        model: the shells.
+        here: where a pass is found while it is under way.
+        embeddings: the token embeddings, and the sites on their output that views elsewhere need.
+        steps: the hook points of the program.
+        one_by_one: experts are computed one after the other, with numbers of rows that depend on the values.
+    """
+
+    model: nn.Module
+    here: threading.local
+    embeddings: tuple[nn.Module, tuple[Site, ...]] | None
+    steps: tuple[LoweredPoint, ...]
+    one_by_one: bool
+
+    @property
+    def taken(self) -> set[str]:
+        """The declared inputs that functions take."""
+        functions = [listener.fn for step in self.steps for listener in step.changes]
+        return {name for fn in functions if isinstance(fn, Function) for name in fn.takes}
+
+    @property
+    def chooses_tokens(self) -> str | None:
+        """A hook point with an operation that has to know which tokens of the sequence it is shown; None: none has."""
+        for step in self.steps:
+            for change in [listener.fn for listener in step.changes]:
+                if isinstance(change, Function) and isinstance(change.fn, Operation) and change.fn.chooses_tokens:
+                    return step.hook.name
+        return None
+
+    def take_embeddings(self, program_pass: ProgramPass, arguments: Kwargs) -> None:
+        """Notes what the model is given in place of the output of its token embeddings, if it is."""
+        given = arguments.get("inputs_embeds")
+        if given is not None and self.embeddings is not None:
+            module, sites = self.embeddings
+            for site in sites:
+                program_pass.sources[site] = (module, given)
 
 
-def listeners_of(
-    interventions: Sequence[tuple[HookPoint, AnyFunction]], declared: Collection[str]
-) -> Iterator[tuple[HookPoint, Listener]]:
-    """Interventions as listeners of a program, with bodies of edits as bodies.
+def lower(
+    bridge: RunnableBridge,
+    capture: Sequence[HookPoint],
+    interventions: Sequence[tuple[HookPoint, AnyFunction]],
+    declared: Collection[str],
+) -> Lowered:
+    """Puts the code of hook points to their sites in a model of shells.
 
     Args:
-        interventions: hook points and functions.
+        bridge: the bridge; the hooks that it would run with now are part of the program, before the interventions.
+        capture: what the program returns.
+        interventions: the hook points and their functions, in turn.
         declared: the names of the declared inputs.
 
     Raises:
-        TypeError: see `Function`.
+        ValueError: a hook point that no program can have; or a hook of gradients, or a module, is there.
+        TypeError: a function that asks for what is not declared.
     """
-    bodies: dict[Edit, LoweredBody] = {}
-    for hook, fn in interventions:
-        if isinstance(fn, EditHook):
-            yield hook, Listener("fwd", bodies.setdefault(fn.edit, LoweredBody(fn.edit)))
+    original, prefix = as_written(bridge.original_model)
+    model = shell_of(original)
+    here = threading.local()
+    added = [(hook, listener.fn) for hook in bridge.wiring.points.values() for listener in _functions_at(hook)]
+    changes: dict[HookPoint, list[Listener]] = {}
+    for hook, listener in listeners_of([*added, *interventions], declared):
+        changes.setdefault(hook, []).append(listener)
+    for hook in list(changes):
+        for follower in hook.point.linked:
+            other = bridge.wiring.points[follower.name]
+            changes.setdefault(other, []).insert(0, Listener("leader", LeaderEdit(hook.name, follower)))
+    _refuse_edited_norms(changes)
+    chosen = sorted({*changes, *capture}, key=lambda hook: hook.order)
+    steps = tuple([LoweredPoint(hook, changes.get(hook, ()), hook in capture) for hook in chosen])
+    by_site: dict[Site, list[LoweredPoint]] = {}
+    for step in steps:
+        by_site.setdefault(step.hook.point.site, []).append(step)
+    sources = dict.fromkeys(site for step in steps for site in step.hook.point.sources)
+    taps: dict[tuple[str, type[LoweredTap]], dict[str, list[LoweredPoint]]] = {}
+    for site in dict.fromkeys([*by_site, *sources]):
+        module = _module_at(model, site, prefix, by_site.get(site, ()))
+        if site.kind not in (*_TAPS, "input", "output"):
+            raise ValueError(
+                f"{by_site[site][0].hook.name} is inside a mixer, or experts that are computed in batches, which a "
+                "program cannot reach: use run_with_hooks"
+            )
+        if site.kind in _TAPS:
+            _check_tap(module, by_site[site])
+            taps.setdefault((site.path, _TAPS[site.kind]), {})[str(site.key)] = by_site[site]
         else:
-            yield hook, Listener("fwd", Function(fn, hook, declared))
+            LoweredSite(site, module, by_site.get(site, ()), site in sources, here)
+    for (path, tap), inside in taps.items():
+        tap(model.get_submodule(path.removeprefix(prefix)), inside, here).install()
+    core = bridge.core
+    embedding = token_embedding(core)
+    found = None
+    if embedding is not None:
+        paths = {path for path, module in original.named_modules(remove_duplicate=False) if module is embedding}
+        sites = tuple(site for site in sources if site.kind == "output" and site.path.removeprefix(prefix) in paths)
+        found = embedding, sites
+    return Lowered(model, here, found, steps, any(tap is LoweredExperts for _, tap in taps))
 
 
-class LoweredBody:
-    """The body of an edit in a program.
+def _refuse_edited_norms(changed: Collection[HookPoint]) -> None:
+    """Refuses edits of a norm and of inputs that heads have of their own, which are normed again.
 
-    Args:
-        edit: the edit.
+    Raises:
+        ValueError: there are both in one block.
     """
-
-    def __init__(self, edit: Edit) -> None:
-        self.edit = edit
-
-    def __call__(self, given: Tensor, hook: HookPoint, program_pass: ProgramPass) -> Tensor | None:
-        """What becomes of an activation; None where the body leaves it, or changes it in place."""
-        return (self._in_new_step if torch.compiler.is_compiling() else self._in_step)(given, hook, program_pass)
-
-    def _in_step(self, given: Tensor, hook: HookPoint, program_pass: ProgramPass) -> Tensor | None:
-        """With the body paused in between."""
-        body = program_pass.bodies.get(self)
-        if not isinstance(body, BodyInStep):
-            body = program_pass.bodies[self] = BodyInStep(self.edit, None)
-        return body.visit(hook, given)
-
-    def _in_new_step(self, given: Tensor, hook: HookPoint, program_pass: ProgramPass) -> Tensor | None:
-        """With the body run up to it once more."""
-        seen = program_pass.bodies.get(self)
-        if not isinstance(seen, PassActivations):
-            seen = program_pass.bodies[self] = PassActivations()
-        seen.values[hook.name] = given
-        again = ReplayedActivations(self.edit, seen.values, hook)
-        with _RefuseRandom(self.edit), contextlib.suppress(_PointNotReached):
-            self.edit.body(again)
-        return again.result
+    norms = {(hook.point.stack, hook.point.depth): hook for hook in changed if hook.point.separate_consumers}
+    for hook in changed:
+        norm = norms.get((hook.point.stack, hook.point.depth))
+        if norm is not None and hook.point.flag == "use_split_qkv_input":
+            raise ValueError(
+                f"{norm.name} and {hook.name} cannot be changed in one program: what heads are given of their own is "
+                "normed again, without that change. Make two programs, or change one of them"
+            )
 
 
-class PassActivations:
-    """The activations that a body was given in one pass, in turn, by name."""
+def _functions_at(hook: HookPoint) -> Iterable[Listener]:
+    """The functions that a run would call now at a hook point.
 
-    def __init__(self) -> None:
-        self.values: dict[str, Tensor] = {}
-
-    def end(self) -> None:
-        """Lets go of them."""
-        self.values.clear()
-
-
-class _PointNotReached(Exception):
-    """The body asks for a point that has not come yet."""
-
-
-class ReplayedActivations:
-    """What a body is given that is run up to a point once more.
-
-    Args:
-        edit: the edit.
-        values: what it was given so far, the last at `hook`.
-        hook: the point that the model is at.
-
-    Attributes:
-        result: the activation at `hook` as the body leaves it; None where it does not ask for it.
+    Raises:
+        ValueError: one is given gradients, or is a module that was put there.
     """
-
-    def __init__(self, edit: Edit, values: dict[str, Tensor], hook: HookPoint) -> None:
-        self._edit, self._hook = edit, hook
-        self._given = {name: act.clone() for name, act in values.items()}
-        self._at = 0
-        self.result: Tensor | None = None
-
-    def _reach(self, name: str) -> str:
-        hook = self._edit.names.find(name)
-        if hook not in self._edit.points:
-            raise ValueError(
-                f"the body asks for {hook.name}, which it did not when its points were found: "
-                f"{', '.join(point.name for point in self._edit.points)}. Name them all: trace_edit(fn, points=[...])"
-            )
-        if hook.name not in self._given:
-            raise _PointNotReached
-        passed = list(self._given).index(hook.name) < self._at
-        if passed:
-            raise PointPassedError(f"{hook.name} has passed. Ask for points in the model's order")
-        self._at = list(self._given).index(hook.name)
-        return hook.name
-
-    def _note(self, name: str) -> None:
-        if name == self._hook.name:
-            self.result = self._given[name]
-
-    def __getitem__(self, name: str) -> Tensor:
-        found = self._reach(name)
-        self._note(found)
-        return self._given[found]
-
-    def __setitem__(self, name: str, value: Tensor) -> None:
-        found = self._reach(name)
-        self._given[found] = checked(value, self._given[found], _ASSIGNED, self._edit.names.find(name))
-        self._note(found)
+    if not hook.listeners:
+        return ()
+    active = hook.visible_listeners()
+    if wants_gradients(active) or any(listener.kind == "bwd" for listener in active):
+        raise ValueError(
+            f"{hook.name} has a hook that is given gradients, which a program has no place for: remove it "
+            "(reset_hooks), or use tensor.register_hook on what the program returns"
+        )
+    if any(listener.kind == "follow" for listener in active):
+        raise ValueError(
+            f"{hook.name} has a module in its place, which a program has no place for: take it away, and give a "
+            "function that calls it as an intervention"
+        )
+    return [listener for listener in active if listener.kind == "fwd"]
 
 
-class _RefuseRandom(TorchFunctionMode):
-    """Refuses random numbers in a body that is run more than once."""
+def _module_at(model: nn.Module, site: Site, prefix: str, steps: Sequence[LoweredPoint]) -> nn.Module:
+    path = site.path.removeprefix(prefix)
+    if call_number(path) is not None:
+        names = ", ".join(step.hook.name for step in steps) or site.path
+        raise ValueError(f"{names}: {module_path(path)} runs several times, and a program has no place in one of them")
+    if path and not has_module(model, path):
+        names = ", ".join(step.hook.name for step in steps)
+        raise ValueError(f"{names}: {site.path!r} is no module of the model, so a program cannot reach it")
+    return model.get_submodule(path)
 
-    def __init__(self, edit: Edit) -> None:
-        super().__init__()
-        self._edit = edit
 
-    def __torch_function__(
-        self, func: AnyFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
-    ) -> object:
-        if func in _RANDOM and len(self._edit.points) > 1:
-            raise ValueError(
-                f"{self._edit!r} draws random numbers ({getattr(func, '__name__', func)}), and asks for several "
-                "points: in a compiled or exported program its body runs once for each of them, with other numbers "
-                "each time. Give the numbers to the program as an input"
-            )
-        return func(*args, **({} if kwargs is None else kwargs))
+def _check_tap(module: nn.Module, steps: Sequence[LoweredPoint]) -> None:
+    """Refuses attention that is no torch function.
+
+    Raises:
+        ValueError: it is none.
+    """
+    implementation = implementation_of(module)
+    if implementation is None or not is_opaque(implementation):
+        return
+    if is_looked_up(type(module).forward, implementation):
+        raise ValueError(
+            f"{steps[0].hook.name} is inside a kernel that is no torch function "
+            f"(attn_implementation={implementation!r}), and cannot be lowered into a program; load the model with "
+            'attn_implementation="sdpa" or "eager", or use run_with_hooks'
+        )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -189,13 +211,6 @@ class _RefuseRandom(TorchFunctionMode):
 # A shell is of the class of the module that it stands for, and shares its parameters, buffers and configuration: the
 # very dictionaries, so that a parameter that is replaced in the model is replaced here too.
 # ----------------------------------------------------------------------------------------------------------------------
-
-
-#: The dictionaries of torch hooks, of which a shell has copies.
-HOOKS = (
-    "_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
-)  # fmt: skip
 
 
 def shell_of(model: nn.Module) -> nn.Module:
@@ -305,42 +320,39 @@ class LoweredTap:
             x = step.apply(x, call, program_pass)
         return x
 
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        """The module's forward."""
+    def watch_of(self, call: ObservedAttentionCall) -> AttentionWatch | RouterWatch:
+        """What sees the functions that the module calls."""
         raise NotImplementedError
 
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """The module's forward."""
+        watch = self.here.watch = self.watch_of(_CallInProgram(self, Call(self.module, args, kwargs)))
+        try:
+            return watch.output_of(lambda: self.original(*args, **kwargs))
+        finally:
+            self.here.watch = None
 
-class _CallInProgram:
-    """One call of a tapped shell."""
+
+class _CallInProgram(ObservedAttentionCall):
+    """One call of a tapped shell: the program listens to all of its points."""
 
     def __init__(self, tap: LoweredTap, call: Call) -> None:
-        self.tap, self.call, self.module = tap, call, tap.module
-        self.program_pass = current(tap.here)
-
-    @property
-    def parts(self) -> int:
-        """Over how many processes the heads are spread."""
-        return 1
+        self.tap, self.module, self.call, self.program_pass = tap, tap.module, call, current(tap.here)
 
     @property
     def in_user_function(self) -> bool:
-        """Whether a function of the program is being called: what it computes is not the model's."""
         return self.program_pass.in_user_function
 
     def points(self, channel: str) -> Sequence[HookPoint]:
-        """The hook points of a channel."""
         return [step.hook for step in self.tap.steps.get(channel, ())]
 
     def active_points(self, channels: Sequence[str]) -> Sequence[HookPoint]:
-        """The hook points on these channels: the program listens to all of its own."""
-        return [step.hook for channel in channels for step in self.tap.steps.get(channel, ())]
+        return [hook for channel in channels for hook in self.points(channel)]
 
     def show(self, channel: str, x: Tensor, private: bool = False) -> Tensor:
-        """Shows a tensor to the hook points of a channel, and returns what they make of it."""
         return self.tap.show(channel, x, self.call, self.program_pass)
 
     def is_read_only(self, attention: AttentionCall) -> bool:
-        """Whether nothing changes scores or pattern; then they have been captured."""
         if any(step.changes for channel in ("scores", "pattern") for step in self.tap.steps.get(channel, ())):
             return False
         show_scores_and_pattern(self, attention)
@@ -354,26 +366,15 @@ class LoweredAttention(LoweredTap):
         super().__init__(module, steps, here)
         self._kernel_alone = implementation_of(module) == "sdpa" and is_looked_up(type(module).forward, "sdpa")
 
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        """The module's forward."""
-        watch = AttentionWatch(_CallInProgram(self, Call(self.module, args, kwargs)), self._kernel_alone)
-        self.here.attention = watch
-        try:
-            with watch:
-                output = self.original(*args, **kwargs)
-        finally:
-            self.here.attention = None
-        watch.check()
-        return output
+    def watch_of(self, call: ObservedAttentionCall) -> AttentionWatch:
+        return AttentionWatch(call, self._kernel_alone)
 
 
 class LoweredRouter(LoweredTap):
     """A router. Its channels are those of `RouterWatch`."""
 
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        """The module's forward."""
-        watch = RouterWatch(_CallInProgram(self, Call(self.module, args, kwargs)))
-        return watch.output_of(lambda: self.original(*args, **kwargs))
+    def watch_of(self, call: ObservedAttentionCall) -> RouterWatch:
+        return RouterWatch(call)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -446,172 +447,157 @@ _TAPS: Mapping[str, type[LoweredTap]] = {
 }
 
 
-@dataclass
-class Lowered:
-    """A model of shells, with the code of a program at its sites.
-
-    Attributes:
-        model: the shells.
-        here: where a pass is found while it is under way.
-        embeddings: the token embeddings, and the sites on their output that views elsewhere need.
-        steps: the hook points of the program.
-        one_by_one: experts are computed one after the other, with numbers of rows that depend on the values.
-    """
-
-    model: nn.Module
-    here: threading.local
-    embeddings: tuple[nn.Module, tuple[Site, ...]] | None
-    steps: tuple[LoweredPoint, ...]
-    one_by_one: bool
-
-    @property
-    def taken(self) -> set[str]:
-        """The declared inputs that functions take."""
-        functions = [listener.fn for step in self.steps for listener in step.changes]
-        return {name for fn in functions if isinstance(fn, Function) for name in fn.takes}
-
-    @property
-    def chooses_tokens(self) -> str | None:
-        """A hook point with an operation that has to know which tokens of the sequence it is shown; None: none has."""
-        for step in self.steps:
-            for change in [listener.fn for listener in step.changes]:
-                if isinstance(change, Function) and isinstance(change.fn, Operation) and change.fn.chooses_tokens:
-                    return step.hook.name
-        return None
-
-    def take_embeddings(self, program_pass: ProgramPass, arguments: Kwargs) -> None:
-        """Notes what the model is given in place of the output of its token embeddings, if it is."""
-        given = arguments.get("inputs_embeds")
-        if given is not None and self.embeddings is not None:
-            module, sites = self.embeddings
-            for site in sites:
-                program_pass.sources[site] = (module, given)
+# ----------------------------------------------------------------------------------------------------------------------
+# Bodies of `trace_edit` in a program.
+#
+# Outside of compiled code the body runs once in each pass, in step with the model, as in a run. Code that is compiled
+# or exported cannot pause: there the body runs anew at each of its points, with the activations that it was given
+# before, and is left where it asks for the next one.
+# ----------------------------------------------------------------------------------------------------------------------
 
 
-def lower(
-    bridge: RunnableBridge,
-    capture: Sequence[HookPoint],
-    interventions: Sequence[tuple[HookPoint, AnyFunction]],
-    declared: Collection[str],
-) -> Lowered:
-    """Puts the code of hook points to their sites in a model of shells.
+#: What makes other numbers at each call.
+_RANDOM = {
+    torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like, torch.randn_like, torch.randint_like,
+    torch.bernoulli, torch.multinomial, torch.normal, torch.nn.functional.dropout, torch.dropout,
+    Tensor.bernoulli, Tensor.bernoulli_, Tensor.multinomial, Tensor.normal_, Tensor.uniform_, Tensor.random_,
+    Tensor.exponential_,
+}  # fmt: skip
+
+
+_ASSIGNED = Listener("fwd", lambda act, hook: None)
+
+
+def listeners_of(
+    interventions: Sequence[tuple[HookPoint, AnyFunction]], declared: Collection[str]
+) -> Iterator[tuple[HookPoint, Listener]]:
+    """Interventions as listeners of a program, with bodies of edits as bodies.
 
     Args:
-        bridge: the bridge; the hooks that it would run with now are part of the program, before the interventions.
-        capture: what the program returns.
-        interventions: the hook points and their functions, in turn.
+        interventions: hook points and functions.
         declared: the names of the declared inputs.
 
     Raises:
-        ValueError: a hook point that no program can have; or a hook of gradients, or a module, is there; or the model
-            is spread over processes.
-        TypeError: a function that asks for what is not declared.
+        TypeError: see `Function`.
     """
-    bridge.wiring.refuse_spread("a program")
-    original, prefix = as_written(bridge.original_model)
-    model = shell_of(original)
-    here = threading.local()
-    added = [(hook, listener.fn) for hook in bridge.wiring.points.values() for listener in _functions_at(hook)]
-    changes: dict[HookPoint, list[Listener]] = {}
-    for hook, listener in listeners_of([*added, *interventions], declared):
-        changes.setdefault(hook, []).append(listener)
-    for hook in list(changes):
-        for follower in hook.point.linked:
-            other = bridge.wiring.points[follower.name]
-            changes.setdefault(other, []).insert(0, Listener("leader", LeaderEdit(hook.name, follower)))
-    _refuse_edited_norms(changes)
-    chosen = sorted({*changes, *capture}, key=lambda hook: hook.order)
-    steps = tuple([LoweredPoint(hook, changes.get(hook, ()), hook in capture) for hook in chosen])
-    by_site: dict[Site, list[LoweredPoint]] = {}
-    for step in steps:
-        by_site.setdefault(step.hook.point.site, []).append(step)
-    sources = dict.fromkeys(site for step in steps for site in step.hook.point.sources)
-    taps: dict[tuple[str, type[LoweredTap]], dict[str, list[LoweredPoint]]] = {}
-    for site in dict.fromkeys([*by_site, *sources]):
-        module = _module_at(model, site, prefix, by_site.get(site, ()))
-        if site.kind not in (*_TAPS, "input", "output"):
-            raise ValueError(
-                f"{by_site[site][0].hook.name} is inside a mixer, or experts that are computed in batches, which a "
-                "program cannot reach: use run_with_hooks"
-            )
-        if site.kind in _TAPS:
-            _check_tap(module, by_site[site])
-            taps.setdefault((site.path, _TAPS[site.kind]), {})[str(site.key)] = by_site[site]
+    bodies: dict[Edit, LoweredBody] = {}
+    for hook, fn in interventions:
+        if isinstance(fn, EditHook):
+            yield hook, Listener("fwd", bodies.setdefault(fn.edit, LoweredBody(fn.edit)))
         else:
-            LoweredSite(site, module, by_site.get(site, ()), site in sources, here)
-    for (path, tap), inside in taps.items():
-        tap(model.get_submodule(path.removeprefix(prefix)), inside, here).install()
-    core = bridge.core
-    embedding = token_embedding(core)
-    found = None
-    if embedding is not None:
-        paths = {path for path, module in original.named_modules(remove_duplicate=False) if module is embedding}
-        sites = tuple(site for site in sources if site.kind == "output" and site.path.removeprefix(prefix) in paths)
-        found = embedding, sites
-    return Lowered(model, here, found, steps, any(tap is LoweredExperts for _, tap in taps))
+            yield hook, Listener("fwd", Function(fn, hook, declared))
 
 
-def _refuse_edited_norms(changed: Collection[HookPoint]) -> None:
-    """Refuses edits of a norm and of inputs that heads have of their own, which are normed again.
+class LoweredBody:
+    """The body of an edit in a program.
 
-    Raises:
-        ValueError: there are both in one block.
+    Args:
+        edit: the edit.
     """
-    norms = {(hook.point.stack, hook.point.depth): hook for hook in changed if hook.point.separate_consumers}
-    for hook in changed:
-        norm = norms.get((hook.point.stack, hook.point.depth))
-        if norm is not None and hook.point.flag == "use_split_qkv_input":
+
+    def __init__(self, edit: Edit) -> None:
+        self.edit = edit
+
+    def __call__(self, given: Tensor, hook: HookPoint, program_pass: ProgramPass) -> Tensor | None:
+        """What becomes of an activation; None where the body leaves it, or changes it in place."""
+        return (self._in_new_step if torch.compiler.is_compiling() else self._in_step)(given, hook, program_pass)
+
+    def _in_step(self, given: Tensor, hook: HookPoint, program_pass: ProgramPass) -> Tensor | None:
+        """With the body paused in between."""
+        body = program_pass.bodies.get(self)
+        if not isinstance(body, BodyInStep):
+            body = program_pass.bodies[self] = BodyInStep(self.edit, None)
+        return body.visit(hook, given)
+
+    def _in_new_step(self, given: Tensor, hook: HookPoint, program_pass: ProgramPass) -> Tensor | None:
+        """With the body run up to it once more."""
+        seen = program_pass.bodies.get(self)
+        if not isinstance(seen, PassActivations):
+            seen = program_pass.bodies[self] = PassActivations()
+        seen.values[hook.name] = given
+        again = ReplayedActivations(self.edit, seen.values, hook)
+        with _RefuseRandom(self.edit), contextlib.suppress(_PointNotReached):
+            self.edit.body(again)
+        return again.result
+
+
+class PassActivations(RunsWithPass):
+    """The activations that a body was given in one pass, in turn, by name."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Tensor] = {}
+
+    def end(self) -> None:
+        """Lets go of them."""
+        self.values.clear()
+
+
+class _PointNotReached(Exception):
+    """The body asks for a point that has not come yet."""
+
+
+class ReplayedActivations(BodyActivations):
+    """What a body is given that is run up to a point once more.
+
+    Args:
+        edit: the edit.
+        values: what it was given so far, the last at `hook`.
+        hook: the point that the model is at.
+
+    Attributes:
+        result: the activation at `hook` as the body leaves it; None where it does not ask for it.
+    """
+
+    def __init__(self, edit: Edit, values: dict[str, Tensor], hook: HookPoint) -> None:
+        self._edit, self._hook = edit, hook
+        self._given = {name: act.clone() for name, act in values.items()}
+        self._at = 0
+        self.result: Tensor | None = None
+
+    def _reach(self, name: str) -> str:
+        hook = self._edit.names.find(name)
+        if hook not in self._edit.points:
             raise ValueError(
-                f"{norm.name} and {hook.name} cannot be changed in one program: what heads are given of their own is "
-                "normed again, without that change. Make two programs, or change one of them"
+                f"the body asks for {hook.name}, which it did not when its points were found: "
+                f"{', '.join(point.name for point in self._edit.points)}. Name them all: trace_edit(fn, points=[...])"
             )
+        if hook.name not in self._given:
+            raise _PointNotReached
+        passed = list(self._given).index(hook.name) < self._at
+        if passed:
+            raise PointPassedError(f"{hook.name} has passed. Ask for points in the model's order")
+        self._at = list(self._given).index(hook.name)
+        return hook.name
+
+    def _note(self, name: str) -> None:
+        if name == self._hook.name:
+            self.result = self._given[name]
+
+    def __getitem__(self, name: str) -> Tensor:
+        found = self._reach(name)
+        self._note(found)
+        return self._given[found]
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        found = self._reach(name)
+        self._given[found] = checked(value, self._given[found], _ASSIGNED, self._edit.names.find(name))
+        self._note(found)
 
 
-def _functions_at(hook: HookPoint) -> Iterable[Listener]:
-    """The functions that a run would call now at a hook point.
+class _RefuseRandom(TorchFunctionMode):
+    """Refuses random numbers in a body that is run more than once."""
 
-    Raises:
-        ValueError: one is given gradients, or is a module that was put there.
-    """
-    if not hook.listeners:
-        return ()
-    active = hook.visible_listeners()
-    if wants_gradients(active) or any(listener.kind == "bwd" for listener in active):
-        raise ValueError(
-            f"{hook.name} has a hook that is given gradients, which a program has no place for: remove it "
-            "(reset_hooks), or use tensor.register_hook on what the program returns"
-        )
-    if any(listener.kind == "follow" for listener in active):
-        raise ValueError(
-            f"{hook.name} has a module in its place, which a program has no place for: take it away, and give a "
-            "function that calls it as an intervention"
-        )
-    return [listener for listener in active if listener.kind == "fwd"]
+    def __init__(self, edit: Edit) -> None:
+        super().__init__()
+        self._edit = edit
 
-
-def _module_at(model: nn.Module, site: Site, prefix: str, steps: Sequence[LoweredPoint]) -> nn.Module:
-    path = site.path.removeprefix(prefix)
-    if call_number(path) is not None:
-        names = ", ".join(step.hook.name for step in steps) or site.path
-        raise ValueError(f"{names}: {module_path(path)} runs several times, and a program has no place in one of them")
-    if path and not has_module(model, path):
-        names = ", ".join(step.hook.name for step in steps)
-        raise ValueError(f"{names}: {site.path!r} is no module of the model, so a program cannot reach it")
-    return model.get_submodule(path)
-
-
-def _check_tap(module: nn.Module, steps: Sequence[LoweredPoint]) -> None:
-    """Refuses attention that is no torch function.
-
-    Raises:
-        ValueError: it is none.
-    """
-    implementation = implementation_of(module)
-    if implementation is None or not is_opaque(implementation):
-        return
-    if is_looked_up(type(module).forward, implementation):
-        raise ValueError(
-            f"{steps[0].hook.name} is inside a kernel that is no torch function "
-            f"(attn_implementation={implementation!r}), and cannot be lowered into a program; load the model with "
-            'attn_implementation="sdpa" or "eager", or use run_with_hooks'
-        )
+    def __torch_function__(
+        self, func: AnyFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        if func in _RANDOM and len(self._edit.points) > 1:
+            raise ValueError(
+                f"{self._edit!r} draws random numbers ({getattr(func, '__name__', func)}), and asks for several "
+                "points: in a compiled or exported program its body runs once for each of them, with other numbers "
+                "each time. Give the numbers to the program as an input"
+            )
+        return func(*args, **({} if kwargs is None else kwargs))

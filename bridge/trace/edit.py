@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, Protocol, overload
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import Tensor
 
-from bridge.hooks.context import CURRENT, Listener
+from bridge.hooks.context import CURRENT, Listener, RunsWithPass
 from bridge.hooks.hooks import HookPoint, checked, replaces_activation, version_of
 from bridge.hooks.names import Names
 from bridge.trace.coroutine import Coroutine, LateEditGuard, PointPassedError, mapped
@@ -17,14 +17,16 @@ from bridge.trace.coroutine import Coroutine, LateEditGuard, PointPassedError, m
 _ASSIGNED = Listener("fwd", lambda act, hook: None)
 
 
-class BodyActivations(Protocol):
+class BodyActivations:
     """What a body is given: activations by name, to read and to write."""
 
     def __getitem__(self, name: str) -> Tensor:
         """The activation at a hook point."""
+        raise NotImplementedError
 
     def __setitem__(self, name: str, value: Tensor) -> None:
         """Puts a tensor in its place."""
+        raise NotImplementedError
 
 
 #: The body of a trace as a function.
@@ -103,7 +105,7 @@ class Edit(Sequence[tuple[str, EditHook]]):
         return iter(self._specs)
 
 
-class BodyInStep:
+class BodyInStep(RunsWithPass, BodyActivations):
     """The body of an edit in one forward pass.
 
     Args:
@@ -193,7 +195,7 @@ class BodyInStep:
         self._value = checked(value, self._value, _ASSIGNED, hook)
 
 
-class Probe:
+class Probe(BodyActivations):
     """Notes which hook points a body asks for in a trace.
 
     Args:

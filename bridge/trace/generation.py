@@ -15,8 +15,8 @@ from bridge.generation.generation import generating, run_generate
 from bridge.generation.options import GenerationOptions, Steps, aligned, prepared, rows_of, texts_of
 from bridge.hooks.context import CURRENT, Generation, Listener, of_the_next_run
 from bridge.hooks.hooks import HookPoint
-from bridge.run.inputs import Input
-from bridge.trace.access import Access, TraceableGenerator
+from bridge.run.inputs import Input, RunnableBridge
+from bridge.trace.access import Access
 from bridge.trace.coroutine import Coroutine
 from bridge.trace.edit import EveryStep, InPlaceEdit, apply
 from bridge.trace.stops import ModelOrder, Stop, Stops
@@ -35,7 +35,7 @@ class GenerationTrace(InStep):
         input, arguments: as for `TransformerBridge.generate`.
     """
 
-    def __init__(self, bridge: TraceableGenerator, places: ModelOrder, input: Input, arguments: dict[str, Any]) -> None:
+    def __init__(self, bridge: RunnableBridge, places: ModelOrder, input: Input, arguments: dict[str, Any]) -> None:
         for name in _NOT_HERE:
             if name in arguments:
                 raise TypeError(f"{name} is an argument of generate; a traced generation has run.tokens and run.text")

@@ -61,7 +61,9 @@ def test_an_extra_alone(extra: str, tmp_path: Path) -> None:
         pytest.skip(f"{', '.join(absent)} is not installed, so there is nothing to put out of reach")
     away = blocked(extra)
     assert (
-        "pytest" in away and ("altair" in away) == (extra != "pictures") and ("pyarrow" in away) == (extra != "harvest")
+        {"pytest", "beartype"} <= away
+        and ("altair" in away) == (extra != "pictures")
+        and ("pyarrow" in away) == (extra != "harvest")
     )
     code = FIRST.format(blocked=away) + BRIDGE + USES[extra]
     done = subprocess.run(

@@ -13,7 +13,7 @@ import bridge.analysis.residual
 from adapters import Architecture
 from adapters.views import Affine
 from bridge import ActivationCache, TransformerBridge
-from bridge.analysis.decomposition import Term
+from bridge.analysis.decomposition import StreamTerm
 from bridge.harvest import Activations
 from tests.every_type import reading
 from tests.every_type.subject import Case, Outcome, Subject, outcome
@@ -80,8 +80,8 @@ def test_a_layer_too_far_is_noticed(broken) -> None:
 
 
 def test_a_term_of_another_size_is_noticed(broken) -> None:
-    def wrap(own: Callable[..., list[Term]]) -> Callable[..., list[Term]]:
-        def terms(*args: Any, **more: Any) -> list[Term]:
+    def wrap(own: Callable[..., list[StreamTerm]]) -> Callable[..., list[StreamTerm]]:
+        def terms(*args: Any, **more: Any) -> list[StreamTerm]:
             made = own(*args, **more)
             made[0].value = made[0].value * 1.01
             return made

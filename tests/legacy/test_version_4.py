@@ -1,7 +1,7 @@
 """The public API of TransformerLens 4.3.0, name by name: there, refused with what to use, or explained.
 
-`python -m tests.legacy.test_version_4` writes the table in docs/migration_names.md; where TransformerLens 4.3.0 is installed,
-it first writes its names and arguments to tests/data.
+`python -m tests.legacy.test_version_4` writes the table in docs/migration_names.md; where TransformerLens 4.3.0 is
+installed, it first writes its names and arguments to tests/data.
 """
 
 import importlib

@@ -658,8 +658,8 @@ def no_place_under_fsdp(kind: str, folder: Path) -> None:
 def _by_fsdp(kind: str, folder: Path, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     """A model whose parameters FSDP2 has sharded, layer by layer."""
     sharded = load(kind, folder, dtype)
-    for layer in TransformerBridge(sharded).wiring._blocks:
-        fully_shard(layer.module)
+    for path in TransformerBridge(sharded).block_paths:
+        fully_shard(sharded.get_submodule(path))
     fully_shard(sharded)
     return sharded
 

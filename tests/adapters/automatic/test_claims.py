@@ -37,7 +37,7 @@ def test_a_rotation_by_the_angles_of_another_width(sizes: str) -> None:
     base, dim = bridge.cfg.rotary_base, bridge.cfg.rotary_dim
     assert base is not None and dim == 2 * len(speeds)
     torch.testing.assert_close(base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim), speeds, rtol=1e-5, atol=0)
-    assert base != bridge.cfg._model.config.rope_parameters["rope_theta"]
+    assert base != model.config.rope_parameters["rope_theta"]
 
 
 def test_a_decoder_with_another_activation_function_than_its_encoder() -> None:

@@ -200,7 +200,7 @@ def test_a_file_that_is_no_declaration_is_refused(text: str, said: str, tmp_path
 
 def test_a_file_is_never_code(file: Path, tmp_path: Path) -> None:
     said = json.loads(file.read_text())
-    for part in ("Recorder", "__import__", "os.system", "View.__init__", "Tensor"):
+    for part in ("CallRecorder", "__import__", "os.system", "View.__init__", "Tensor"):
         changed = deepcopy(said)
         changed["architecture"]["stacks"][0]["block"]["steps"][0]["part"]["is"] = part
         (tmp_path / "it.json").write_text(json.dumps(changed))

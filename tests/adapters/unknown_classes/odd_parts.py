@@ -68,7 +68,7 @@ class PlainMLP(nn.Module):
         )
 
 
-def _mpt(clip: float | None, normed: bool) -> type[nn.Module]:
+def mpt(clip: float | None, normed: bool) -> type[nn.Module]:
     class Mpt(CausalModel):
         def base(self) -> nn.Module:
             return Decoder([DecoderLayer(i, MptAttention(i, clip, normed), PlainMLP(i)) for i in range(N_LAYERS)])
@@ -76,7 +76,7 @@ def _mpt(clip: float | None, normed: bool) -> type[nn.Module]:
     return Mpt
 
 
-MptClipped, MptNormed, MptBoth = _mpt(2.5, False), _mpt(None, True), _mpt(2.5, True)
+MptClipped, MptNormed, MptBoth = mpt(2.5, False), mpt(None, True), mpt(2.5, True)
 
 
 def rms(x: Tensor) -> Tensor:

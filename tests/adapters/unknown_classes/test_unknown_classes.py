@@ -140,7 +140,7 @@ def test_layers_run_alone_where_blocks_are_attributes() -> None:
 def test_clamped_columns_are_never_left_out() -> None:
     """Where no column of some is found, the attention is left out: its queries are never a part of what they are."""
     for clip in (0.2, 0.7, 1.5):
-        model = randomised(odd_parts._mpt(clip, False)())
+        model = randomised(odd_parts.mpt(clip, False)())
         found = compare(model, TransformerBridge(model))
         assert not found.wrong, (clip, found.wrong)
 

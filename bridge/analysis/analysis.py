@@ -1,4 +1,24 @@
-"""What analyses need of a cache: activations by name, and a choice of positions, rows or neurons."""
+"""Analysis: what the activations and the weights of one run say, without running the model again.
+
+What comes in: an `AnalysedRun` (an `ActivationCache`): activations by name, and the model that made them. What goes
+out: tensors with an axis of components, and their names.
+
+The mechanism, in order:
+
+1. This file says what a study may ask of a run and of a model, picks positions, rows and neurons (`pick`), asks for
+   activations by name (`require`, which says what to cache where one is missing), and refuses by name.
+2. `bridge.analysis.layer_outputs`: what heads, neurons and biases of a layer write, from a few activations and
+   weights, through the norm that stands behind them.
+3. `bridge.analysis.decomposition`: walks the recipe of the stream as the architecture declares it, and gives its
+   terms.
+4. `bridge.analysis.residual`: the methods of a cache that use these: the stream in parts, attribution to logits.
+5. `bridge.analysis.logit_lens` (each layer read as next tokens), `bridge.analysis.head_detector` (previous-token,
+   duplicate and induction heads) and `bridge.analysis.svd` (singular vectors, composition) stand on their own.
+
+Sums are sums: a decomposition adds up to the stream, an attribution to the logit, or it is refused (`refuse_no_sum`,
+`refuse_no_logit_sum`, `refuse_no_stream`). It must not know of families: what is not in the declared recipe is not
+assumed.
+"""
 
 from __future__ import annotations
 
@@ -11,51 +31,8 @@ import numpy as np
 import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from adapters import Weights
-from adapters.architecture import Architecture
-from adapters.config import ModelConfig
-from bridge.hooks.hooks import HookPoint
-from bridge.hooks.names import Names
-
-
-class AnalysedModel(Protocol):
-    """What analyses of activations and weights need of a bridge.
-
-    Attributes:
-        cfg: the facts about the model.
-        original_model: the model.
-        names: its hook points by name and alias.
-        architecture: what its adapter declares.
-        counts_norm_weights: whether attribution to logits counts the final norm's weight.
-    """
-
-    counts_norm_weights: bool
-
-    architecture: Architecture
-    cfg: ModelConfig
-    original_model: nn.Module
-    names: Names
-
-    @property
-    def hook_dict(self) -> dict[str, HookPoint]:
-        """The hook points by canonical name."""
-        ...
-
-    @property
-    def weights(self) -> Weights:
-        """The canonical weights."""
-        ...
-
-    @property
-    def W_U(self) -> Tensor:
-        """The unembedding, ``[d_model, d_vocab]``."""
-        ...
-
-    def to_single_token(self, string: str) -> int:
-        """The id of a text that is one token."""
-        ...
+from bridge.hooks.asked import StudiedBridge
 
 
 def refuse_training(model: nn.Module) -> None:
@@ -68,7 +45,7 @@ def refuse_training(model: nn.Module) -> None:
         raise ValueError("the model is in training mode, in which runs differ by dropout: call bridge.eval() first")
 
 
-def refuse_no_sum(model: AnalysedModel, *, of_normed: bool = False) -> None:
+def refuse_no_sum(model: StudiedBridge, *, of_normed: bool = False) -> None:
     """Refuses a model whose residual stream cannot be taken apart into what was written to it.
 
     Args:
@@ -82,7 +59,7 @@ def refuse_no_sum(model: AnalysedModel, *, of_normed: bool = False) -> None:
         raise ValueError(f"{model.cfg.model_name}: {reason}. The hook points show each stream and each part")
 
 
-def refuse_no_logit_sum(model: AnalysedModel) -> None:
+def refuse_no_logit_sum(model: StudiedBridge) -> None:
     """Refuses a model whose logits are no sum over the terms of its residual stream.
 
     Args:
@@ -95,24 +72,7 @@ def refuse_no_logit_sum(model: AnalysedModel) -> None:
         raise ValueError(f"{model.cfg.model_name}: {reason}")
 
 
-class HasStream(Protocol):
-    """A model of which it is asked whether it has one residual stream.
-
-    Attributes:
-        cfg: the facts about it.
-        architecture: what its adapter declares.
-    """
-
-    architecture: Architecture
-    cfg: ModelConfig
-
-    @property
-    def hook_dict(self) -> Mapping[str, HookPoint]:
-        """The hook points by canonical name."""
-        ...
-
-
-def refuse_no_stream(model: HasStream) -> None:
+def refuse_no_stream(model: StudiedBridge) -> None:
     """Refuses a model without one list of blocks, or whose blocks carry several residual streams.
 
     Args:
@@ -140,7 +100,7 @@ class AnalysedRun(Mapping[str, Tensor]):
 
     @property
     @abstractmethod
-    def model(self) -> AnalysedModel:
+    def model(self) -> StudiedBridge:
         """The model that made them."""
 
     @abstractmethod
@@ -185,7 +145,7 @@ def plain(index: Index) -> Plain:
 
     Example:
         >>> import torch
-        >>> from bridge.analysis.requirements import plain
+        >>> from bridge.analysis.analysis import plain
         >>> plain((2, 5)), plain(torch.tensor(3))
         (slice(2, 5, None), 3)
     """
@@ -215,7 +175,7 @@ def pick(x: Shaped[Tensor, "..."], index: Index, axis: int) -> Shaped[Tensor, ".
 
     Example:
         >>> import torch
-        >>> from bridge.analysis.requirements import pick
+        >>> from bridge.analysis.analysis import pick
         >>> pick(torch.arange(6), (1, 4), 0).tolist(), pick(torch.arange(6), [5, 0], 0).tolist()
         ([1, 2, 3], [5, 0])
     """
@@ -240,7 +200,7 @@ def require(cache: AnalysedRun, names: Iterable[str]) -> list[Tensor]:
 
     Example:
         >>> from bridge import TransformerBridge
-        >>> from bridge.analysis.requirements import require
+        >>> from bridge.analysis.analysis import require
         >>> _, cache = TransformerBridge.boot_embedded().run_with_cache("Mary and")
         >>> len(require(cache, ["hook_embed", "blocks.0.hook_attn_out"]))
         2
@@ -261,7 +221,7 @@ def require(cache: AnalysedRun, names: Iterable[str]) -> list[Tensor]:
     return [cache[name] for name in names]
 
 
-def layer_of(model: AnalysedModel, layer: int | None, mlp_input: bool = False) -> int:
+def layer_of(model: StudiedBridge, layer: int | None, mlp_input: bool = False) -> int:
     """The layer whose input is meant: None and -1 are the end of the residual stream, as in HookedTransformer.
 
     Args:
@@ -274,7 +234,7 @@ def layer_of(model: AnalysedModel, layer: int | None, mlp_input: bool = False) -
 
     Example:
         >>> from bridge import TransformerBridge
-        >>> from bridge.analysis.requirements import layer_of
+        >>> from bridge.analysis.analysis import layer_of
         >>> layer_of(TransformerBridge.boot_embedded(), -1)
         4
     """
@@ -286,32 +246,3 @@ def layer_of(model: AnalysedModel, layer: int | None, mlp_input: bool = False) -
     if mlp_input and layer == n:
         raise ValueError(f"mlp_input=True needs a layer from 0 to {n - 1}: after the last layer there is no MLP")
     return layer
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What analyses that run the model need of a bridge.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-class RunnableModel(AnalysedModel, Protocol):
-    """A bridge that an analysis runs.
-
-    Attributes:
-        core: the Hugging Face model.
-    """
-
-    core: PreTrainedModel
-
-    def __call__(self, input: Tensor, *, start_at_layer: int | None = None) -> Any:
-        """Runs the model, from a layer on: its logits."""
-        ...
-
-    def run_with_cache(
-        self, input: Tensor, *, names_filter: Sequence[str], pos_slice: int | None = None
-    ) -> tuple[Any, Mapping[str, Tensor]]:
-        """Runs the model: its logits, and the activations of these names."""
-        ...
-
-    def to_tokens(self, input: str, *, truncate: bool = True) -> Tensor:
-        """A text as tokens, ``[1, pos]``."""
-        ...

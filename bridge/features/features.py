@@ -1,4 +1,20 @@
-"""How much of a metric comes from each feature."""
+"""Features: what is found in a basis (an SAE, a transcoder, directions, a rotation), and how much of a metric it makes.
+
+A basis is placed by `TransformerBridge.add_basis`; its features are then a hook point like any other. This room asks
+of such points, in order of what is assumed:
+
+1. `feature_attribution`: gradients of a metric at any point, along the way from a baseline. Nothing is assumed.
+2. `feature_logit_attrs`: what each feature adds directly to a logit. Its `decode` must be linear, which is tried.
+3. `evaluate_features`: what the model does with some features alone, and without them.
+4. `attribution_graph` (`bridge.features.graph`): what features send each other, with patterns and norm factors held.
+   Everything between them must be linear then, which is tried.
+5. `interchange` and `fit_rotation` (`bridge.features.interchange`): coordinates of one prompt in another, and the
+   search for those that carry a variable, with controls that must fail.
+6. `direction` and `write_into_weights` (`bridge.features.directions`): what separates two sets of prompts.
+
+It refuses a point that is in no basis where one is needed, a basis inside of a part where what is behind it is not
+linear, and training mode. It must not know which kind of basis it is, only `encode` and `decode`.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +26,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from adapters.views.basis import InBasis, dense
+from bridge.analysis.analysis import Index, pick, refuse_training
 from bridge.analysis.decomposition import at_the_end
 from bridge.analysis.layer_outputs import rows_of_neurons, written_by_heads
-from bridge.analysis.requirements import Index, pick, refuse_training
 from bridge.analysis.residual import Tokens
 from bridge.bridge import TransformerBridge
 from bridge.cache import ActivationCache

@@ -1,4 +1,20 @@
-"""`Picture`: a figure that shows itself in a notebook and is saved without a browser."""
+"""Pictures: a figure of what an analysis returned, that shows itself and is saved without a browser.
+
+What comes in: tensors and names, never a bridge (`logit_lens` asks one for words alone). What goes out: a `Picture`.
+
+The mechanism, in order:
+
+1. A function (`attention`, `heat_map`, `circuit`, `tokens`, ...) checks its numbers (`bridge.pictures.style.checked`):
+   a NaN would be a hole that looks like a zero. It keeps as many digits as the eye can use.
+2. It makes an Altair chart, that is a Vega-Lite specification with the numbers in it. Every colour is an expression of
+   one parameter, ``dark``: the same picture is drawn on light and on dark ground.
+3. `finished` gives all the same fonts and lines.
+4. `Picture` draws it: still ones (PNG, SVG, PDF) by vl-convert, in this process; HTML with Vega's own script inside
+   (`bridge.pictures.embedding`), so that nothing is fetched. A notebook's first output holds that script for all.
+
+It refuses numbers that are not finite, names or tokens of another number, and a batch of several prompts where one is
+drawn. It must not compute: what is shown was computed by its caller.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +48,7 @@ def packed(png: bytes) -> bytes:
 
     Example:
         >>> import vl_convert
-        >>> from bridge.pictures.picture import packed
+        >>> from bridge.pictures.pictures import packed
         >>> png = vl_convert.svg_to_png('<svg xmlns="http://www.w3.org/2000/svg" width="90" height="90"/>')
         >>> len(packed(png)) <= len(png), packed(png)[:4]
         (True, b'\\x89PNG')
@@ -56,7 +72,7 @@ _outputs = itertools.count()
 
 
 class Picture:
-    """A figure.
+    """A figure that a notebook shows, and that can be saved.
 
     As the last value of a notebook's cell it is shown, on the notebook's own ground, light or dark; hovering over a
     mark says what it is.
