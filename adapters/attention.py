@@ -160,7 +160,7 @@ def scores_of(
     cap: float | None = None,
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
-) -> Float[Tensor, "batch head pos key_pos"]:
+) -> Float[Tensor, "batch head pos key_pos_and_sink"]:
     """What enters the softmax.
 
     Args:
