@@ -105,7 +105,7 @@ class Call:
         return found
 
     def without_graph(self) -> Call:
-        """The same call, for what is kept: its tensors, without a graph, and not the keys and values of a past."""
+        """The same call, for what is kept: its tensors without a graph, and not the keys and values of a past."""
         args = tuple([x.detach() for x in self.args if isinstance(x, Tensor)])
         kwargs = {name: x.detach() for name, x in self.kwargs.items() if isinstance(x, Tensor)}
         return Call(self.module, args, kwargs, self.sources, self.scratch)
