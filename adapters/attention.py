@@ -160,8 +160,8 @@ def scores_of(
     cap: float | None = None,
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
-) -> Float[Tensor, "batch head pos key_pos"]:
-    """What enters the softmax.
+) -> Float[Tensor, "batch head pos scored_pos"]:
+    """What enters the softmax: a column for each key, and one for the sinks behind them.
 
     Args:
         query, key: behind their norms and rotation.

@@ -181,6 +181,7 @@ class WeightMethods(TokenMethods):
 
     def process_weights(
         self,
+        *,
         fold_ln: Choice = ON,
         center_writing_weights: Choice = ON,
         center_unembed: Choice = ON,
@@ -227,6 +228,7 @@ class WeightMethods(TokenMethods):
 
     def enable_compatibility_mode(
         self,
+        *,
         fold_ln: Choice = ON,
         center_writing_weights: Choice = ON,
         center_unembed: Choice = ON,
@@ -256,12 +258,12 @@ class WeightMethods(TokenMethods):
         """
         if not no_processing:
             self.process_weights(
-                fold_ln,
-                center_writing_weights,
-                center_unembed,
-                fold_value_biases,
-                refactor_factored_attn_matrices,
-                check,
+                fold_ln=fold_ln,
+                center_writing_weights=center_writing_weights,
+                center_unembed=center_unembed,
+                fold_value_biases=fold_value_biases,
+                refactor_factored_attn_matrices=refactor_factored_attn_matrices,
+                check=check,
             )
 
     def restore_processing(self) -> None:

@@ -205,7 +205,7 @@ def test_routing_shows_the_chosen_experts():
 def test_chosen_tokens():
     logits, vocabulary = torch.randn(3, 1, 4, 9), ["a", "b", "c"]
 
-    class Known:
+    class Known(StudiedBridge):
         def to_single_token(self, text):
             return vocabulary.index(text)
 
