@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from bridge.hooks.arguments import check_choice
-from bridge.hooks.context import CURRENT, ForwardPass
+from bridge.hooks.context import CURRENT
 from bridge.hooks.hooks import HookPoint
+from bridge.hooks.rows import BatchRows
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Which axis of an activation is which, and which of its entries are meant.
@@ -84,14 +85,13 @@ class SequencePart:
         first: the place of the first entry in the sequence, padding included.
         length: how many entries there are.
         prompt: how many tokens of the sequence are the prompt, padding included.
-        before, after: how many tokens of padding come before each row's prompt, and behind it; None: nowhere.
+        real: which of the prompt are no padding, ``[row, prompt]``; None: all of them are none.
     """
 
     first: int
     length: int
     prompt: int
-    before: Tensor | None = None
-    after: Tensor | None = None
+    real: Tensor | None = None
 
 
 def tokens_along(axis: str, length: int, rows: int, hook: HookPoint) -> SequencePart:
@@ -109,40 +109,29 @@ def tokens_along(axis: str, length: int, rows: int, hook: HookPoint) -> Sequence
     if torch.compiler.is_compiling():
         return SequencePart(0, length, length)
     context = CURRENT.get()
-    generation = context.generation
+    generation, run = context.generation, context.run
+    lie: BatchRows | None = None if run is None else run.rows
+    prompt, first = length, 0
     if generation is None or generation.prompt is None:
-        if context.run is not None and context.run.past:
+        if run is not None and run.past:
             raise ValueError(
                 f"the intervention at {hook.name} is for some tokens alone, and this run continues another one, whose "
                 "length it does not know: use bridge.generate, or bridge.generate_batch"
             )
-        return _in_a_run(axis, length, context.run)
-    if not generation.in_order:
+    elif not generation.in_order:
         raise ValueError(
             f"the intervention at {hook.name} is for some tokens alone, and in this way of generating tokens are "
             "processed that do not stay in the sequence, so their places are not known: generate without assistant, "
             "look-up or contrastive search"
         )
-    if axis.startswith("decoder_") != generation.of_decoder:
-        return _in_a_run(axis, length, context.run)  # an encoder's tokens: the prompt, all at once
-    before: Tensor | None = None
-    if any(generation.padding):
-        copies = max(1, rows // len(generation.padding))
-        before = torch.tensor(generation.padding).repeat_interleave(copies)
-    return SequencePart(max(0, generation.tokens - length), length, generation.prompt, before)
-
-
-def _in_a_run(axis: str, length: int, run: ForwardPass | None) -> SequencePart:
-    """The tokens of a run: all of them are the prompt, but what a mask says is padding."""
-    mask = None if run is None else run.masks.get(f"{'decoder_' * axis.startswith('decoder_')}attention_mask")
-    if mask is None or mask.shape[1] != length or bool(mask.all()):
-        return SequencePart(0, length, length)
-    before, after = ((ends.cumsum(-1) == 0).sum(-1) for ends in (mask, mask.flip(-1)))
-    return SequencePart(0, length, length, before, after)
+    elif axis.startswith("decoder_") == generation.of_decoder:
+        lie, prompt, first = generation.rows, generation.prompt, max(0, generation.tokens - length)
+    # else an encoder's tokens: the prompt, all at once
+    return SequencePart(first, length, prompt, None if lie is None else lie.real(axis, prompt, rows))
 
 
 def chosen(index: Kept, tokens: SequencePart, name: str, like: Tensor) -> Tensor:
-    """Which entries an index means, ``[length]`` or, where rows differ, ``[rows length]``.
+    """Which entries an index means, ``[length]`` or, where rows differ, ``[row length]``.
 
     Args:
         index: from the front or, if negative, from the end of the prompt.
@@ -158,11 +147,12 @@ def chosen(index: Kept, tokens: SequencePart, name: str, like: Tensor) -> Tensor
         places = places + tokens.first
     size: int | Tensor = tokens.prompt
     longest = shortest = tokens.prompt
-    if tokens.before is not None:
-        before = tokens.before.to(like.device)[:, None]
-        places, size = places - before, tokens.prompt - before
-        if tokens.after is not None:
-            size = size - tokens.after.to(like.device)[:, None]
+    if tokens.real is not None:
+        real = tokens.real.to(like.device)
+        counted = (real.cumsum(-1) - 1).masked_fill(~real, -1)  # padding is at no place
+        size = real.sum(-1, keepdim=True)
+        known = counted[:, places.clamp(max=tokens.prompt - 1)]
+        places = torch.where(places < tokens.prompt, known, places - tokens.prompt + size)
         shortest, longest = int(size.min()), int(size.max())
     if isinstance(index, slice):
         return _in_range(index, places, size)
@@ -187,6 +177,17 @@ def _in_range(index: slice, places: Tensor, size: int | Tensor) -> Tensor:
     if stop is not None:
         found = found & (places < (stop if stop >= 0 else size + stop))
     return found if step == 1 else found & ((places - first) % step == 0)
+
+
+def rows_given(rows: int) -> int:
+    """How many rows the user gave, of those of an activation: a generation repeats them for beams and sequences.
+
+    Args:
+        rows: of the activation.
+    """
+    generation = None if torch.compiler.is_compiling() else CURRENT.get().generation
+    count = 0 if generation is None or generation.rows is None else generation.rows.count
+    return count if count and rows % count == 0 else rows
 
 
 def along(mask: Tensor, axis: int, ndim: int) -> Tensor:
@@ -392,6 +393,8 @@ class Operation:
             return value if activation.is_floating_point() else int(value)
         if value.is_floating_point() and not activation.is_floating_point():
             raise TypeError(f"{name} is {value.dtype}; the activation at {hook.name} is {activation.dtype}")
+        if value.ndim == activation.ndim and 1 < value.shape[0] == rows_given(activation.shape[0]):
+            value = value.repeat_interleave(activation.shape[0] // value.shape[0], 0)  # one number for all of its beams
         return value.to(activation.device, activation.dtype)
 
     def mask(self, activation: Tensor, hook: HookPoint) -> Tensor | None:
@@ -400,13 +403,19 @@ class Operation:
         axes = hook.point.axes.split()
         for field in _WHERE:
             index = getattr(self, field)
-            if index is not None:
-                axis = axis_of(field, hook)
-                tokens = tokens_along(axes[axis], activation.shape[axis], activation.shape[0], hook)
-                if field not in ("positions", "keys"):
-                    tokens = type(tokens)(0, activation.shape[axis], activation.shape[axis])
-                mask = chosen(index, tokens, f"one of {field} at {hook.name}", activation)
-                masks.append(along(mask, axis, activation.ndim))
+            if index is None:
+                continue
+            axis, what = axis_of(field, hook), f"one of {field} at {hook.name}"
+            length = activation.shape[axis]
+            if field in ("positions", "keys"):
+                tokens = tokens_along(axes[axis], length, activation.shape[0], hook)
+                mask = chosen(index, tokens, what, activation)
+            elif field == "rows":
+                own = rows_given(length)
+                mask = chosen(index, SequencePart(0, own, own), what, activation).repeat_interleave(length // own)
+            else:
+                mask = chosen(index, SequencePart(0, length, length), what, activation)
+            masks.append(along(mask, axis, activation.ndim))
         if self.part != "all" or self.from_step:
             axis = axis_of("positions", hook)
             tokens = tokens_along(axes[axis], activation.shape[axis], activation.shape[0], hook)

@@ -17,10 +17,11 @@ from adapters.views import Kwargs
 from bridge import export as exporting
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import suggestion
+from bridge.hooks.rows import PositionCounting
 from bridge.programs.compiled import CompiledRun, Run, generating
 from bridge.programs.lower import Lowered, lower, written
 from bridge.programs.program_pass import AnyFunction, ProgramPass
-from bridge.run.inputs import RunnableBridge, places_among_tokens, places_of
+from bridge.run.inputs import RunnableBridge
 from bridge.taps.attention import AttentionWatch
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -139,7 +140,7 @@ class Program(nn.Module):
         self.compiled = False
         self.training = self.model.training
         self._known = known
-        self._counted = places_of(bridge)
+        self._counted = PositionCounting.of(bridge.original_model, bridge.core, bridge.block_paths)
         self._places = bridge.cfg.positions_from_mask and "position_ids" in known
         self._caches = "use_cache" in known
         self._max_length = bridge.cfg.n_ctx
@@ -300,7 +301,7 @@ class Program(nn.Module):
         if isinstance(mask, Tensor) and mask.ndim == 2:
             arguments["attention_mask"] = mask = mask.long()
             if self._places and given.get("position_ids") is None:
-                arguments["position_ids"] = places_among_tokens(mask, self._counted)[:, -tokens.shape[1] :]
+                arguments["position_ids"] = self._counted.places(mask)[:, -tokens.shape[1] :]
         if torch.compiler.is_compiling() and self._caches and given.get("past_key_values") is None:
             arguments.setdefault("use_cache", False)  # nobody gets it, and it would be in the graph
         starts = {"decoder_input_ids", "decoder_inputs_embeds", "labels"}
