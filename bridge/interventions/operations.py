@@ -72,6 +72,8 @@ def axis_of(field: str, hook: HookPoint) -> int:
     else:
         names = {"positions": _POSITIONS, "keys": _KEYS, "heads": _HEADS, "rows": ("batch",)}[field]
         found = [axes.index(name) for name in names if name in axes]
+        if field == "heads":  # where a layer has a number of its own
+            found += [index for index, name in enumerate(axes[:-1]) if name.isdigit()]
         if found:
             return found[0]
     raise ValueError(f"{hook.name} has the axes [{hook.point.axes}], and no {field} among them")
