@@ -230,7 +230,9 @@ class TellsApart:
 
 def _of_each_token(fn: HookFunction) -> bool:
     """Whether a function does the same to every token, whichever row it is of."""
-    return isinstance(fn, Operation) and not fn.chooses_tokens and fn.rows is None and not fn.mixes_rows
+    if not isinstance(fn, Operation) or fn.remembers:
+        return False
+    return not fn.chooses_tokens and fn.rows is None and not fn.mixes_rows
 
 
 def _edited(fns: Sequence[HookFunction], act: Tensor, hook: HookPoint) -> Tensor:

@@ -147,9 +147,10 @@ class Generation:
         of_decoder: it is the decoder's sequence that grows.
         in_order: each step processes the tokens that the sequence has gained, or all of them.
         processed: how many tokens of the sequence are processed after the present pass, where `step` does not say.
+        readings: what probes read in its passes, by their names.
     """
 
-    __slots__ = ("in_order", "of_decoder", "processed", "prompt", "rows", "step")
+    __slots__ = ("in_order", "of_decoder", "processed", "prompt", "readings", "rows", "step")
 
     def __init__(
         self,
@@ -161,6 +162,7 @@ class Generation:
         self.step = 0
         self.prompt, self.rows, self.of_decoder, self.in_order = prompt, rows, of_decoder, in_order
         self.processed: int | None = None
+        self.readings: dict[str, Any] = {}
 
     @property
     def tokens(self) -> int:
@@ -217,10 +219,12 @@ class ForwardPass(PassMemory):
         calls: how often modules began that run several times, of which hook points tell the calls apart.
         past: it goes on from the keys and values of an earlier one.
         rows: how the rows of its batch lie; None where nobody asked.
+        readings: what probes read in it, by their names.
     """
 
     __slots__ = (
-        "calls", "embeddings", "entering", "gradients", "opened_by", "past", "rows", "separate", "skipped", "sources",
+        "calls", "embeddings", "entering", "gradients", "opened_by", "past", "readings", "rows", "separate", "skipped",
+        "sources",
         "start_at",
     )  # fmt: skip
 
@@ -237,12 +241,13 @@ class ForwardPass(PassMemory):
         self.calls: dict[nn.Module, int] = {}
         self.past = False
         self.rows: BatchRows | None = None
+        self.readings: dict[str, Any] = {}
 
     def end(self) -> None:
         """Lets go of every tensor."""
         while self.bodies:
             self.bodies.popitem()[1].end()
-        for kept in (self.sources, self.written, self.separate, self.entering):
+        for kept in (self.sources, self.written, self.separate, self.entering, self.readings):
             kept.clear()
         self.calls.clear()
         self.skipped = frozenset()
