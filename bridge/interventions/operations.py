@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from bridge.hooks.arguments import check_choice
 from bridge.hooks.context import CURRENT
@@ -650,13 +651,13 @@ def _check_vectors(name: str, value: object) -> None:
     """
     if isinstance(value, float):
         raise TypeError(f"{name} is {value}; it must be a tensor, or the name of an input")
-    if isinstance(value, Tensor) and not _is_mapped(value) and not bool(value.any(-1).all() if value.ndim else False):
+    # Of what `torch.vmap` maps over, nothing can be asked.
+    if (
+        isinstance(value, Tensor)
+        and not is_functorch_wrapped_tensor(value)
+        and not bool(value.any(-1).all() if value.ndim else False)
+    ):
         raise ValueError(f"{name} has shape {list(value.shape)} and a vector of zeros in it, which has no direction")
-
-
-def _is_mapped(value: Tensor) -> bool:
-    """Whether a tensor stands for many, which `torch.vmap` maps over, so that nothing can be asked of its numbers."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(value))
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -841,7 +842,7 @@ class ProjectOut(Operation):
                     "of fractions, [feature] or [direction feature]"
                 )
             rows = self.directions.detach().double().reshape(-1, self.directions.shape[-1])
-            if not _is_mapped(rows) and int(torch.linalg.matrix_rank(rows)) < len(rows):
+            if not is_functorch_wrapped_tensor(rows) and int(torch.linalg.matrix_rank(rows)) < len(rows):
                 raise ValueError("the directions depend on each other (or one is zero): give each of them once")
 
     def check_point(self, hook: HookPoint) -> None:
