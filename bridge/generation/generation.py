@@ -89,8 +89,8 @@ class StepRecorder:
         scope = Scope()
         listener = Listener("read", self._read, scope)
 
-        def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if scope in CURRENT.get().visible:
+        def begin(module: nn.Module, args: Any, kwargs: Any = None) -> None:  # none where it comes, or goes, meanwhile
+            if kwargs is not None and scope in CURRENT.get().visible:
                 self._begin(args, kwargs)
 
         wiring.listen(self.points, listener)

@@ -318,6 +318,7 @@ def test_a_run_beside_it_waits_for_its_turn(bridge):
 def test_a_run_that_waits_while_the_last_answer_is_given_keeps_nobody_waiting(bridge, monkeypatch):
     """Its turn comes when the hooks that would give the turn back are gone."""
     tokens = torch.tensor([[3, 4, 5]])
+    batch.check_batches(bridge)  # which is a batch of its own
     begin, stop, asked = batch._Batch._begin, batch._Batch.stop, threading.Event()
     beside = threading.Thread(target=lambda: bridge.original_model(tokens), daemon=True)
 
