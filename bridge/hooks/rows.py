@@ -333,6 +333,18 @@ def last_tokens(mask: Tensor) -> Tensor:
     return mask.shape[1] - 1 - mask.long().flip(-1).argmax(-1)
 
 
+def mask_of_ends(tokens: Tensor, pad: int | None) -> Tensor | None:
+    """What is padding where `to_tokens` made rows one length: padding tokens at an end of a row; None: none is there.
+
+    Args:
+        tokens: ``[row, token]``.
+        pad: the padding token; None: there is none.
+    """
+    is_pad = tokens == (-1 if pad is None else pad)
+    ends = is_pad.long().cumprod(-1) + is_pad.flip(-1).long().cumprod(-1).flip(-1)
+    return (ends == 0).long() if bool(ends.any()) else None
+
+
 def check_zero_or_one(name: str, mask: Tensor) -> None:
     """Refuses a mask of tokens that holds anything but 0 and 1.
 

@@ -426,7 +426,9 @@ class _Measured:
         layers = [hook.point.depth for hook in hooks]
         self.run = CorruptedRun(patches.model, patches.tokens, layers, list(keep), patches.attention_mask)
         bases = [(hook, self.run.kept[name]) for hook, name in reads.items()]
-        self.possible = self._without_gradients() and all(by_row(hook, read) for hook, read in bases)
+        self.possible = (
+            self.run.by_position and self._without_gradients() and all(by_row(hook, read) for hook, read in bases)
+        )
         if self.possible:
             self.whole = {hook for hook, read in bases if not by_position(hook, read)}
             self.jobs = self._jobs()
