@@ -5,20 +5,23 @@ STAMP := $(VENV)/.installed
 REAL := $(VENV)/real
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test real slow sharded clients gpu export check docs pages format benchmarks models properties mutants matrix dist sdist extras clean
+.PHONY: demo test real slow sharded clients gpu export check docs notebooks pages format benchmarks models properties mutants matrix dist sdist extras clean
 
 demo: $(STAMP)
 	$(BIN)/python -m bridge demo
 
+# `make test TIER=core`: the rooms of one tier (core, programs, studies, harvest, legacy).
+TIER ?=
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(if $(TIER),tests=$$($(BIN)/python tools/structure.py --tests $(TIER)) &&) $(BIN)/python -m pytest $(if $(TIER),$$tests)
 
 real: $(REAL)/.fetched
 	$(BIN)/python -m pytest tests/real tests/examples -m real
 
-# Kills a harvest at twenty random moments, and other tests that take minutes: with Ray, with torch's compiler.
+# Kills a harvest at twenty random moments, and other tests that take minutes: with Ray, a server of S3's protocol, torch's
+# compiler.
 slow: $(STAMP)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[ray]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[ray]' s3fs 'moto[server,s3]' webdataset
 	UNCHECKED=1 $(BIN)/python -m pytest tests/harvest -m slow
 	UNCHECKED=1 $(BIN)/python -m pytest tests/harvest/test_ray.py
 	UNCHECKED=1 $(BIN)/python -m pytest -n 0 -m slow tests/programs/compiled.py
@@ -70,6 +73,10 @@ docs: $(STAMP)
 	rm -rf build/docs
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -b html docs build/docs
 	@echo "the pages are in build/docs/index.html"
+
+# Runs the notebooks of examples/ and stores them with what they show; an experiment's cells are those of docs/learn_*.md.
+notebooks: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.notebooks
 
 # Pictures, pages and notebooks in Chromium, and the built site.
 pages: docs
@@ -127,7 +134,7 @@ dist: $(STAMP)
 	$(BIN)/python -m build --outdir dist . > /dev/null
 	mkdir -p build/sdist && tar xzf dist/*.tar.gz -C build/sdist --strip-components=1
 
-# The tests in the unpacked sdist: `make sdist TESTS=tests/public`, some of them.
+# The tests in the unpacked sdist: `make sdist TESTS=tests/distribution`, some of them.
 TESTS ?=
 sdist: dist
 	cd build/sdist && $(CURDIR)/$(BIN)/python -m pytest -p no:cacheprovider -rs $(TESTS)

@@ -2,10 +2,13 @@
 
 from typing import TYPE_CHECKING
 
+from adapters.imports import lazily  # first: it says which versions work
+
+# isort: split
+
 from adapters.architecture import Architecture, Block, Embedding, Head, Readout, Stack, Step
 from adapters.attention import Attention, Projection
 from adapters.feed_forward import MLP, MoE
-from adapters.imports import lazily
 from adapters.mixers import Mixer
 from adapters.model import ModelMap, map_model
 from adapters.norms import Norm

@@ -1,4 +1,34 @@
-"""What a model family is declared as: stacks of blocks, each block an ordered list of residual steps."""
+"""The declaration of a model: an `Architecture`, said in nouns, from which everything else is made.
+
+**In**: paths of modules, and the nouns that say what they play: an `Embedding`, a `Stack` of `Block`s, each an ordered
+list of residual `Step`s (`adapters.block`), a final norm, `Head`s and a `Readout`. A family's file
+(`adapters.families`) writes them from a configuration; inference (`adapters.automatic`) writes them from a recorded
+run.
+
+**Out**: an immutable value. Hook points (`adapters.building`), weights (`adapters.weights`) and facts
+(`adapters.config`) are made from it, `verify` (`adapters.proofs`) proves it, and whatever is computed about a model
+(decompositions, lenses, processed weights) reads it and assumes nothing beside it.
+
+**The recipe that it says**, from tokens to logits:
+
+1. The stream begins as ``project(norm(transform(tokens) + added tables))`` (`Embedding`).
+2. Each block of a stack takes the stream through its steps. A step reads the stream (through a norm), lets its part
+   make something (an `Attention`, `MLP`, `MoE` or `Mixer`), and adds that (through a norm and a factor). Steps that
+   read the same stream are parallel. A block may be other than its neighbours (`Stack.layers`).
+3. Behind the last block a final norm reads the stream; of several streams, or positions, one is made
+   (`Stack.collapse`).
+4. Heads may stand between (`Head`), and the `Readout` makes the logits: ``cap(output_transform(unembed(factor_in *
+   x)))``.
+
+Each noun computes itself: `NormKind.of` what a norm makes of a tensor, `MLP.neurons`, `MoE.shares`, `Affine.of`,
+`Gate.of`, `Readout.logits` and the steps of `adapters.attention` what their parts do. Proofs compare what was seen with
+that, and inference tries it: there is no second place in which a norm or a softmax is worked out.
+
+**It refuses** what contradicts itself (a norm that is a function and has no epsilon; a layer norm with a gate). Whether
+it is true of a model is not asked here: `verify` does.
+
+**It does not know** of hooks, runs, processes or any family. A path is a string until somebody looks it up in a model.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +37,9 @@ from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
 from typing import Literal, get_args, get_type_hints
 
-import torch
 from torch import Tensor, nn
 
-from adapters.attention import Attention
+from adapters.attention import Attention, capped
 from adapters.block import Block, Mix, NamedStep, Part, Step, feeds_forward
 from adapters.norms import Norm, NormKind
 from adapters.points import join, members_of, module_at
@@ -213,7 +242,7 @@ class Readout:
         """
         y, bias = unembedded * self.factor_out, self.bias_of(model)
         y = y if bias is None else y + bias.to(y)
-        return y if self.soft_cap is None else self.soft_cap * torch.tanh(y / self.soft_cap)
+        return y if self.soft_cap is None else capped(y, self.soft_cap)
 
 
 @dataclass(frozen=True)

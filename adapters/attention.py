@@ -8,6 +8,7 @@ from typing import Literal, TypeVar, cast
 
 import torch
 from einops import reduce
+from jaxtyping import Float
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
@@ -145,6 +146,83 @@ class Projection:
     latent: str | None = None
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# What an attention computes, step by step: scores, pattern, result. Hook points stand between the steps.
+#
+# Nobody else holds what a step makes, so without a graph the next one writes over it: new memory takes longer than
+# these operations.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def writes_over() -> bool:
+    """Whether a result may be written over what it was made from: no graph needs that."""
+    return not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+
+
+def per_head(x: Float[Tensor, "batch kv_head *any"], n_heads: int) -> Float[Tensor, "batch head *any"]:
+    """Keys or values, once for each query head that they serve."""
+    return x if x.shape[1] == n_heads else x.repeat_interleave(n_heads // x.shape[1], dim=1)
+
+
+def scores_of(
+    query: Float[Tensor, "batch head pos d"],
+    key: Float[Tensor, "batch kv_head key_pos d"],
+    scale: float = 1.0,
+    cap: float | None = None,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Float[Tensor, "batch head pos scored_pos"]:
+    """What enters the softmax: a column for each key, and one for the sinks behind them.
+
+    Args:
+        query, key: behind their norms and rotation.
+        scale: what their product is multiplied with.
+        cap: the bound of a soft cap.
+        mask: true where attention is allowed, elsewhere scores are a large negative number; or what is added to them.
+        sinks: one number for each head, which become the last column.
+    """
+    scores, here = query @ per_head(key, query.shape[1]).transpose(-1, -2), writes_over()
+    scores = scores.mul_(scale) if here else scores * scale
+    if cap:
+        scores = scores.div_(cap).tanh_().mul_(cap) if here else capped(scores, cap)
+    if mask is not None and mask.dtype == torch.bool:
+        filler = torch.finfo(scores.dtype).min
+        scores = scores.masked_fill_(~mask, filler) if here else scores.masked_fill(~mask, filler)
+    elif mask is not None:
+        scores = scores.add_(mask) if here and mask.dtype == scores.dtype else scores + mask
+    return scores if sinks is None else with_sinks(scores, sinks)
+
+
+def capped(x: Tensor, cap: float) -> Tensor:
+    """Numbers within a soft cap."""
+    return cap * torch.tanh(x / cap)
+
+
+def with_sinks(scores: Tensor, sinks: Float[Tensor, " head"]) -> Tensor:
+    """Scores with a last column that belongs to no key."""
+    return torch.cat([scores, sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], dim=-1)
+
+
+def pattern_of(scores: Tensor, over: bool = False) -> Tensor:
+    """The softmax of scores, in float32 at least.
+
+    Args:
+        scores: as `scores_of` makes them.
+        over: nobody needs them any more, so that the pattern may be written over them.
+    """
+    wide = scores.dtype if scores.dtype == torch.float64 else torch.float32
+    if over and scores.is_cpu and scores.dtype == wide and writes_over():
+        return torch.softmax(scores, -1, out=scores)  # on the CPU, row by row
+    return scores.softmax(-1, dtype=wide).to(scores.dtype)
+
+
+def result_of(
+    pattern: Float[Tensor, "batch head pos key_pos"], value: Float[Tensor, "batch kv_head key_pos d"]
+) -> Float[Tensor, "batch head pos d"]:
+    """``pattern @ v``."""
+    return pattern.to(value.dtype) @ per_head(value, pattern.shape[1])
+
+
 #: What a gate's projection goes through, by name.
 GATE_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
@@ -166,6 +244,10 @@ class Gate:
     projection: Projection
     function: str
 
+    def of(self, x: Tensor, made: Tensor) -> Tensor:
+        """What it makes of a tensor, by what its projection made."""
+        return x * GATE_FUNCTIONS[self.function](made.to(x.dtype))
+
 
 @dataclass(frozen=True)
 class SinkGate:
@@ -176,6 +258,13 @@ class SinkGate:
     """
 
     parameter: str
+
+    def of(
+        self, x: Float[Tensor, "batch pos head d"], scores: Float[Tensor, "batch head pos key_pos"], sinks: Tensor
+    ) -> Float[Tensor, "batch pos head d"]:
+        """What it makes of ``pattern @ v``, by the scores and the parameter."""
+        total = scores.to(x.dtype).logsumexp(-1).transpose(1, 2)[..., None]
+        return x * (total - sinks.to(x.dtype)[:, None]).sigmoid()
 
 
 @dataclass(frozen=True)
@@ -188,6 +277,12 @@ class AddedOutput:
 
     path: str
 
+    def of(
+        self, x: Float[Tensor, "batch pos head d"], made: Float[Tensor, "batch head pos d"]
+    ) -> Float[Tensor, "batch pos head d"]:
+        """``pattern @ v`` with what its module made."""
+        return x + made.transpose(1, 2).to(x.dtype)
+
 
 #: What may stand between ``pattern @ v`` and `hook_z`, which is what enters the output projection.
 ZTransform = Gate | SinkGate | AddedOutput | Norm | Affine
@@ -195,7 +290,7 @@ ZTransform = Gate | SinkGate | AddedOutput | Norm | Affine
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention module.
+    """An attention module: what makes queries, keys and values, what stands between the pattern and `z`, what follows.
 
     Attributes:
         path: the attention module, relative to the block.

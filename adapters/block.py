@@ -217,7 +217,7 @@ class NamedStep:
 
 @dataclass(frozen=True)
 class Block:
-    """One layer.
+    """One layer: a step for each addition to the residual stream.
 
     Attributes:
         steps: in the order in which the layer computes them.

@@ -1,4 +1,29 @@
-"""From a declaration to hook points: one walk over the steps of every block, whatever the model."""
+"""Building: from a declaration to hook points, by one walk over the steps of every block, whatever the model.
+
+**In**: an `Architecture`, the model (for what only it knows: how many blocks, which widths) and its `ModelConfig`.
+
+**Out**: a list of `Point`s, in the order of the computation. A point is a name with its aliases and axes, the `Site` it
+stands on, the `View` it is seen through, and the sites that the view needs besides.
+
+**How**: `hook_points` goes from the first tensor to the last.
+
+1. The embeddings, or the patches of an image, and their sum (`embedding_points`, `image_points`).
+2. For each stack, its own embeddings, then each block by a `BlockBuilder`: `hook_resid_pre`; then step by step what is
+   read (the norm's points, `hook_attn_in`, `hook_mlp_in`), what is inside (each noun adds its own points, in its own
+   module: `AttentionPoints`, `mlp_points`, `mixture_points`, `mixer_points`), and what is added; between two steps
+   `hook_resid_mid`; at the end `hook_resid_post`.
+3. Behind the last block the final norm, heads, and the unembedding.
+4. Where positions come before the batch, or the model writes over a tensor, every view is put behind one that turns, or
+   copies.
+
+A stream that a block reads and adds to in two places is written **through**: the point stands on the input of the norm,
+and an edit is copied into that very tensor, so that the skip connection sees it.
+
+**It refuses** by leaving out: a point that cannot be had (no constant factor, no softmax) is not there, and its name is
+then unknown. A declared path that the model does not have is an error that names it.
+
+**It does not know** who listens, or whether the declaration is right. It runs nothing.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +58,8 @@ from adapters.views import (
     Branch,
     Composed,
     Copied,
+    FlatPatches,
     FlatRows,
-    Patches,
     PositionsFirst,
     Scaled,
     SeveralStreams,
@@ -111,7 +136,7 @@ def image_points(made: Embedding, base: str, model: nn.Module) -> list[Point]:
     points = PointList("", -1, "")
     if made.patches:
         site = Site(join(base, made.patches), "output")
-        view = Patches() if isinstance(module_at(model, site.path), nn.Conv2d) else None
+        view = FlatPatches() if isinstance(module_at(model, site.path), nn.Conv2d) else None
         points.add("hook_embed", site, view, "batch patch d_model", aliases=("embed.hook_out",))
     _add_sum(points, made, base)
     return points.points

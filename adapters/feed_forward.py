@@ -7,14 +7,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Integer
+from jaxtyping import Bool, Float, Integer
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 
 from adapters.attention import Gate, Projection
+from adapters.imports import clamp_of
 from adapters.linear import materialized, weight_in_out
 from adapters.norms import Norm, norm_points
 from adapters.points import Group, PointList, Site, SiteKind, has_module, join, missing_module_message
-from adapters.views import Affine, Composed, FlatRows, Rows, View
+from adapters.views import Affine, Composed, ExpertRows, FlatRows, View
 
 # ----------------------------------------------------------------------------------------------------------------------
 # How the experts of a mixture are kept.
@@ -63,6 +66,12 @@ def sparsemixer_topk(
         chosen.append(index)
         left = left.scatter(-1, index, -torch.inf)
     return torch.cat(weights, -1), torch.cat(chosen, -1)
+
+
+def sent_to(indices: Integer[Tensor, "token chosen"], n_experts: int) -> Bool[Tensor, "token n_experts"]:
+    """Which experts each token is sent to."""
+    nobody = torch.zeros(len(indices), n_experts, dtype=torch.bool, device=indices.device)
+    return nobody.scatter(-1, indices.long(), True)
 
 
 def router_matrix(router: nn.Module) -> str:
@@ -237,9 +246,31 @@ def expert_bias(
     return gate_and_up(experts, both)[part == "W_in"] if has_gate(experts) else both
 
 
+def activated(act_fn: str | None, pre: Tensor, linear: Tensor | None, config: PreTrainedConfig) -> Tensor | None:
+    """What an activation function makes of what enters it and of the other projection; None for an unknown name.
+
+    Args:
+        act_fn: its name, as `cfg.act_fn` says it.
+        pre: what enters it.
+        linear: what is multiplied with that; None without a gate.
+        config: the model's, which bounds gpt-oss's.
+    """
+    if act_fn == "clamped_swiglu" and linear is not None:
+        limit, alpha = clamp_of(config)
+        clamped = pre.clamp(max=limit)
+        return (linear.clamp(-limit, limit) + 1) * clamped * (alpha * clamped).sigmoid()
+    if act_fn in ("solu", "solu_ln"):
+        made = pre * pre.softmax(-1)
+    elif act_fn is None or act_fn not in ACT2FN:
+        return None
+    else:
+        made = ACT2FN[act_fn](pre)
+    return made if linear is None else made * linear
+
+
 @dataclass(frozen=True)
 class MLP:
-    """A feed-forward module.
+    """A feed-forward module: the layers before and after its activation function, and its gate.
 
     Attributes:
         path: the module, relative to the block ("" where its layers stand in the block itself).
@@ -263,6 +294,20 @@ class MLP:
     activation: str | None = None
     given: str | None = None
 
+    def neurons(
+        self, pre: Tensor, linear: Tensor | None, module: nn.Module, act_fn: str | None, config: PreTrainedConfig
+    ) -> Tensor | None:
+        """What it makes of what its first layers put out, before `ln` and `down`; None of an unknown function.
+
+        Args:
+            pre, linear, act_fn, config: as for `activated`; `act_fn` is that of a model whose MLPs name no module.
+            module: the MLP's.
+        """
+        if self.activation is None:
+            return activated(act_fn, pre, linear, config)
+        made: Tensor = module.get_submodule(self.activation).forward(pre)
+        return made if linear is None else made * linear
+
     @property
     def submodules(self) -> dict[str, str]:
         """The layers and the norm that play its parts, relative to `path`, by what they do."""
@@ -281,7 +326,7 @@ ChosenBy = Literal["probabilities", "corrected probabilities", "logits", "scores
 
 @dataclass(frozen=True)
 class MoE:
-    """A mixture of experts.
+    """A mixture of experts: the router, how it chooses, and the experts.
 
     Attributes:
         path: the module, relative to the block.
@@ -328,6 +373,41 @@ class MoE:
         return found | {
             f"of the shared expert, {what}": join(self.shared.path, at) for what, at in shared if self.shared
         }
+
+    def shares(
+        self, logits: Float[Tensor, "token n_experts"], chosen: Bool[Tensor, "token n_experts"]
+    ) -> Float[Tensor, "token n_experts"]:
+        """What the results of the chosen experts are weighted with, up to a number for each token; zero of others."""
+        if self.chosen_by == "in turn":
+            weights, indices = sparsemixer_topk(logits, self.margin, int(chosen.sum(-1).max()))
+            return torch.zeros_like(logits).scatter(-1, indices, weights)
+        if self.chosen_by == "scores":
+            return logits.sigmoid() * chosen
+        return logits.masked_fill(~chosen, -torch.inf).softmax(-1) * chosen
+
+    def best(self, logits: Float[Tensor, "token n_experts"], n: int) -> Bool[Tensor, "token n_experts"]:
+        """Which experts it chooses, where nothing but their logits is looked at."""
+        one_by_one = self.chosen_by == "in turn"
+        indices = sparsemixer_topk(logits, self.margin, n)[1] if one_by_one else logits.topk(n).indices
+        return sent_to(indices, logits.shape[-1])
+
+    @property
+    def may_correct(self) -> bool:
+        """Something beside the logits may have a part in the choice."""
+        return self.chosen_by == "corrected probabilities" or (self.chosen_by == "scores" and not self.in_batches)
+
+    def made_by(self, experts: nn.Module, e: int, post: Float[Tensor, "row d_expert"]) -> Float[Tensor, "row d_model"]:
+        """What an expert makes of its neurons, in their type.
+
+        Args:
+            experts: the module that holds all.
+            e: which one.
+            post: what enters its last layer.
+        """
+        made = post @ expert_weight(experts, e, "W_out", self.layers).detach().to(post.dtype).T
+        if not has_bias(experts, "W_out", self.layers):
+            return made
+        return made + expert_bias(experts, e, "W_out", self.layers).detach().to(post.dtype)
 
     @property
     def in_batches(self) -> bool:
@@ -470,5 +550,5 @@ def _expert_points(points: PointList, mlp: MoE, path: str, num_experts: int, exp
         for part, site in _expert_sites(path, e, experts, mlp.layers).items():
             # Its rows are of no batch: in caches only when named.
             axes = "row d_model" if part in ("in", "out") else "row d_expert"
-            view = Rows() if are_modules(experts) else None
+            view = ExpertRows() if are_modules(experts) else None
             points.add(f"experts.{e}.hook_{part}", site, view, axes, group="extra")

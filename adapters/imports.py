@@ -1,29 +1,34 @@
-"""What differs between the versions of transformers, each difference with the version and what needs it.
+"""What differs between the versions of torch and transformers, each difference with the version and what needs it.
 
-Nothing else asks for a version. What the installed one does not have is refused by name when it is used.
+Nothing else asks for a version. One that is too old for all of it is refused as this is imported, before the rest of
+the package is; what the installed one does not have is refused by name when it is used.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import torch
 import transformers
 from packaging.version import Version
 from torch import nn
-from transformers import PreTrainedConfig
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
     from transformers.exporters import ExportedModel as ExportedModel
     from transformers.exporters import HfExporter as HfExporter
     from transformers.exporters.auto import get_exporter_class as get_exporter_class
     from transformers.exporters.utils import decompose_for_generation as decompose_for_generation
 
 
-#: What exports are made of. 5.15 has other exporters, which return no `ExportedModel`.
-_EXPORT = ("5.23", "exporting a program")
-#: Names that only some versions have: the module, the first version, and what needs it.
+#: The oldest versions that it works with, as docs/versions.md shows them. `bridge.version` says the same.
+_OLDEST = {"torch": "2.8", "transformers": "5.9"}
+#: What exports are made of. 5.15 has other exporters, which return no `ExportedModel`; they ask for this torch.
+_EXPORT = ("exporting a program", "5.23", "2.11")
+#: Names that only some versions have: the module, what needs it, and the first versions of transformers and torch.
 _SINCE = {
     "ExportedModel": ("transformers.exporters", *_EXPORT),
     "HfExporter": ("transformers.exporters", *_EXPORT),
@@ -67,7 +72,29 @@ def has_transformers(version: str) -> bool:
         >>> has_transformers("5.9"), has_transformers("99")
         (True, False)
     """
-    return Version(Version(transformers.__version__).base_version) >= Version(version)
+    return _since(transformers, version)
+
+
+def _since(library: ModuleType, version: str) -> bool:
+    return Version(Version(library.__version__).base_version) >= Version(version)
+
+
+def _check_versions() -> None:
+    """Refuses what nothing here works with.
+
+    Raises:
+        VersionError: torch or transformers is older than the oldest that works.
+    """
+    if not all(_since(library, _OLDEST[library.__name__]) for library in (torch, transformers)):
+        asked = " ".join(f"'{name}>={version}'" for name, version in _OLDEST.items())
+        raise VersionError(
+            f"transformer-bridge works with torch {_OLDEST['torch']} and transformers {_OLDEST['transformers']} or "
+            f"later, and torch {torch.__version__} and transformers {transformers.__version__} are installed: "
+            f"pip install {asked}"
+        )
+
+
+_check_versions()
 
 
 def registered_conversions() -> set[str]:
@@ -89,7 +116,7 @@ def check_patching() -> None:
     Raises:
         VersionError: transformers is older.
     """
-    _require("5.21", "loading with patches")
+    _require("loading with patches", "5.21")
 
 
 def older_than_declared(name: str) -> str:
@@ -111,7 +138,7 @@ def check_batching() -> None:
     Raises:
         VersionError: transformers is older.
     """
-    _require("5.20", "generate_batch")
+    _require("generate_batch", "5.20")
 
 
 def check_checkpointed_gradients() -> None:
@@ -122,7 +149,7 @@ def check_checkpointed_gradients() -> None:
     Raises:
         VersionError: transformers is older.
     """
-    _require("5.23", "a gradient hook in a block with activation checkpointing")
+    _require("a gradient hook in a block with activation checkpointing", "5.23")
 
 
 def checkpointing_method() -> str:
@@ -196,17 +223,19 @@ def known_error(model: nn.Module) -> str:
 def __getattr__(name: str) -> object:
     if name not in _SINCE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, version, use = _SINCE[name]
-    _require(version, use)
+    module, *needed = _SINCE[name]
+    _require(*needed)
     return getattr(importlib.import_module(module), name)
 
 
-def _require(version: str, use: str) -> None:
-    if not has_transformers(version):
-        raise VersionError(
-            f"{use} needs transformers {version} or later, and {transformers.__version__} is installed: "
-            f"pip install 'transformers>={version}'"
-        )
+def _require(use: str, of_transformers: str, of_torch: str = "0") -> None:
+    for library, version in ((transformers, of_transformers), (torch, of_torch)):
+        if not _since(library, version):
+            name = library.__name__
+            raise VersionError(
+                f"{use} needs {name} {version} or later, and {library.__version__} is installed: "
+                f"pip install '{name}>={version}'"
+            )
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,25 @@
-"""A declaration with what it was found of: saved in a file, and read again."""
+"""Kept declarations: what was inferred and proved of a model, as a file, so that it is not found out again.
+
+**In**: a declaration with its facts, what is not offered, and the model that it was found of.
+
+**Out**: a JSON file, and from a file the same declaration, equal in every noun.
+
+**How**:
+
+1. `encoded` and `decoded` turn nouns into plain data and back: lists, objects, numbers and names. A name is one of a
+   fixed vocabulary (the nouns of `adapters.architecture`, the views of `adapters.views`).
+2. An `Identity` says what a file is true of: the model's class, its configuration but for what does not matter, the
+   shapes of its parameters, the code of its modules, and the versions of torch, transformers and this library. What
+   differs is named.
+3. `Declaration` is the file: `save`, `load`. The cache (`folder`, `kept`, `keep`) finds one by the digest of its
+   identity; it is written next to its place and moved there, so that two processes cannot meet in a half-written one.
+
+**It refuses** (`DeclarationError`) a file that is damaged, is of another model, class or version, or has a name that is
+not of the vocabulary. A file is data and never code: nothing is imported or unpickled. What cannot be encoded (a view
+of a user's) is not kept, and that is said (`CannotBeEncoded`).
+
+**It does not know** how a declaration was found, or what is done with it.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +51,7 @@ from adapters.model import ModelMap, map_model
 from adapters.observe.observe import WRONG, one_line
 from adapters.points import core_path
 from adapters.registry import UnsupportedModelError
+from adapters.sealed import sealed, unsealed
 from adapters.views import View
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -357,7 +379,7 @@ class Declaration:
             "not_offered": dict(self.not_offered),
             "no_layer_runs": self.no_layer_runs,
         }
-        text = json.dumps(said, indent=1, allow_nan=False)
+        text = sealed(said, allow_nan=False)
         new = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         try:
             new.write_text(text)
@@ -385,8 +407,8 @@ class Declaration:
         """
         path = Path(file)
         try:
-            said = json.loads(path.read_text())
-            if not isinstance(said, dict) or said.get("format") != _FORMAT:
+            said = unsealed(path.read_bytes())
+            if said.get("format") != _FORMAT:
                 raise DeclarationError(f"{file} is no declaration that this version reads ({_FORMAT!r})")
             return cls(**_fields(said), name=str(file))
         except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -93,11 +93,39 @@ class NormKind:
             return _NO_PARAMETERS
         return module.get_submodule(self.inner) if self.inner else module
 
-    def times_gate(self, module: nn.Module, made: Tensor) -> Tensor:
-        """What the norm's module makes of what the norm itself made. The gate is called, so that hooks on it hold."""
+    def around(self, x: Tensor) -> Tensor:
+        """What it divides: a tensor, a layer norm's less its mean, in a type that squares can be summed in."""
+        x = at_least_float32(x)
+        return x - x.mean(-1, keepdim=True) if self.centered else x
+
+    def scale(self, x: Tensor, module: nn.Module) -> Tensor:
+        """What it divides by, ``[..., 1]``."""
+        return (self.around(x).pow(2).mean(-1, keepdim=True) + self.epsilon(module)).sqrt()
+
+    def behind(self, normalized: Tensor, module: nn.Module, dtype: torch.dtype) -> Tensor:
+        """What it makes of what has been divided: times its weight, plus its bias, times its gate.
+
+        The gate is called, so that hooks on it hold.
+        """
+        weight, bias = self._parameter(module, "weight"), self.bias(module)
+        if weight is not None:
+            normalized = normalized * (weight.to(normalized.dtype) + self.offset if self.offset else weight)
+        if bias is not None:
+            normalized = normalized + bias
+        made = normalized.to(dtype)
         if not self.gate:
             return made
-        return (made * module.get_submodule(self.gate)(made).float().sigmoid()).to(made.dtype)
+        return (made * module.get_submodule(self.gate)(made).float().sigmoid()).to(dtype)
+
+    def of(self, x: Tensor, module: nn.Module | None = None) -> Tensor:
+        """What the norm makes of a tensor, in its type.
+
+        Args:
+            x: ``[..., d_model]``.
+            module: the norm's, whose parameters it has; None: it has none.
+        """
+        module = _NO_PARAMETERS if module is None else module
+        return self.behind(self.around(x) / self.scale(x, module), module, x.dtype)
 
     @property
     def name(self) -> str | None:
@@ -131,7 +159,7 @@ class NormKind:
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm in a model.
+    """A norm: the module, and what it computes.
 
     Attributes:
         path: the module, relative to what declares it: a block, an attention module, the base model; "" of a function.
@@ -180,17 +208,11 @@ class _NormView(Derived):
         """The norm module and the tensor that entered it."""
         return call.sources[0] if self.shared else (call.module, call.input)
 
-    def centered(self, x: Tensor) -> Tensor:
-        x = at_least_float32(x)
-        return x - x.mean(-1, keepdim=True) if self.kind.centered else x
-
     def scale(self, call: Call) -> Tensor:
         """The scale of this call: an edited one where `hook_scale` was edited."""
         if "scale" not in call.scratch:
             module, x = self.norm(call)
-            x = at_least_float32(x)
-            square = x.var(-1, correction=0, keepdim=True) if self.kind.centered else x.pow(2).mean(-1, keepdim=True)
-            call.scratch["scale"] = (square + self.kind.epsilon(module)).sqrt()
+            call.scratch["scale"] = self.kind.scale(x, module)
         return call.scratch["scale"]
 
 
@@ -203,7 +225,7 @@ class NormScale(_NormView):
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         call.scratch["scale"] = new
         module, entered = self.norm(call)
-        return apply_weight_and_bias(self.kind, module, self.centered(entered) / new, x.dtype)
+        return self.kind.behind(self.kind.around(entered) / new, module, x.dtype)
 
 
 class NormNormalized(_NormView):
@@ -218,12 +240,12 @@ class NormNormalized(_NormView):
         if self.kind.centered:
             # A shared norm's output has another reader, whose gradient is not ours.
             return x.view_as(x) if self.shared and x.requires_grad else x
-        return (self.centered(self.norm(call)[1]) / self.scale(call)).to(x.dtype)
+        return (self.kind.around(self.norm(call)[1]) / self.scale(call)).to(x.dtype)
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         if self.kind.centered:
             return new
-        return apply_weight_and_bias(self.kind, self.norm(call)[0], new, x.dtype)
+        return self.kind.behind(new, self.norm(call)[0], x.dtype)
 
 
 @dataclass(frozen=True, repr=False)
@@ -242,29 +264,6 @@ class NormalizedOutput(View):
         bias = None if self.kind.centered else self.kind.bias(call.module)
         y = x if bias is None else at_least_float32(x) - bias
         return y.to(x.dtype) if weight is None else (at_least_float32(y) / weight).to(x.dtype)
-
-
-def normalized(kind: NormKind, x: Tensor) -> Tensor:
-    """What a norm without weight and bias makes of a stream.
-
-    Args:
-        kind: what it computes; it says its epsilon.
-        x: ``[..., d_model]``.
-    """
-    assert kind.eps is not None
-    y = at_least_float32(x)
-    y = y - y.mean(-1, keepdim=True) if kind.centered else y
-    return (y / (y.pow(2).mean(-1, keepdim=True) + kind.eps).sqrt()).to(x.dtype)
-
-
-def apply_weight_and_bias(kind: NormKind, module: nn.Module, normalized: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the norm makes of a value that has been centred and divided by the scale."""
-    weight, bias = kind.weight(module), kind.bias(module)
-    if weight is not None:
-        normalized = normalized * weight
-    if bias is not None:
-        normalized = normalized + bias
-    return kind.times_gate(module, normalized.to(dtype))
 
 
 class SharedNormInput(Derived):

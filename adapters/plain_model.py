@@ -12,7 +12,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from adapters.inputs import may_take
 from adapters.multihead import open_multihead
-from adapters.observe.observe import WRONG, ModuleCall, Recorder, elements_of, one_line
+from adapters.observe.observe import WRONG, CallRecorder, ModuleCall, elements_of, one_line
 from adapters.points import core_path
 from adapters.registry import UnsupportedModelError, declaring
 
@@ -162,7 +162,7 @@ def _run_of_matrices(module: nn.Module, tokens: Tensor) -> tuple[list[ModuleCall
     weights = [(path, each, getattr(each, "weight", None)) for path, each in module.named_modules()]
     matrices = [(path, each) for path, each, weight in weights if isinstance(weight, Tensor) and weight.ndim == 2]
     try:
-        with torch.no_grad(), Recorder(matrices) as recording:
+        with torch.no_grad(), CallRecorder(matrices) as recording:
             logits = logits_in(module, module(tokens))
     except UnsupportedModelError:
         raise

@@ -344,6 +344,9 @@ class Layout:
     heads_first: frozenset[str] = frozenset()
     bare: frozenset[str] = frozenset()
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Layout:
+        return self  # a copy of the model is spread over the same processes
+
     def cut(self, site: Site) -> Cut | None:
         """How a site's tensor is spread over processes; None where each has rows of its own.
 
@@ -527,6 +530,12 @@ def layout_of(model: nn.Module) -> Layout | None:
         return Layout("; ".join(said)) if said else None
     if sharded:
         raise SpreadModelError("the model is tensor parallel and sharded by FSDP2 at once: take one of them")
+    adapted = next((name for name, module in core.named_modules() if hasattr(module, "base_layer")), None)
+    if adapted is not None:
+        raise SpreadModelError(
+            f"{adapted} has an adapter of PEFT over a layer that is cut over processes, and nothing says how the "
+            "adapter is: merge it in one process (merge_and_unload), save the model, and load that over processes"
+        )
     return _by_plan(path, core, plan, spread, said)
 
 

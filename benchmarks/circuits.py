@@ -91,7 +91,7 @@ def shipped() -> None:
     exact = edge_effects(bridge, pairs.clean, pairs.corrupted, metric, verbose=False)
     print(f"{exact.graph}; exact patching of all edges, {len(pairs)} pairs: {time.perf_counter() - start:.1f} s")
     top = exact.values.abs().flatten().topk(20).indices
-    for method in ("gradient", "inputs", "activations"):
+    for method in ("gradient", "inputs", "activations", "own_activations"):
         scores = edge_attribution(bridge, pairs.clean, pairs.corrupted, metric, method)
         both = torch.stack([scores.flat, exact.flat])
         ranks = both.argsort(-1).argsort(-1).double()

@@ -1,7 +1,7 @@
 """`make extras`: the wheel, installed where nothing is, with each extra alone, and used; a part of docs/versions.md.
 
 Each row is a new environment: torch's build for CPUs, then the wheel of `dist/` with one extra, then what that extra is
-for (`tests/public/uses.py`). Without an extra it is the README's first example, also with an older transformers.
+for (`tests/distribution/uses.py`). Without an extra it is the README's first example, also with an older transformers.
 
     python benchmarks/installed.py [--only pictures,onnx]
 """
@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.versions import HERE, INSTALLED, NEWEST, PAGE, ROOT, SMALL, NotMeasured, run
-from tests.public.uses import BRIDGE, COMMANDS, USES
+from tests.distribution.uses import BRIDGE, COMMANDS, USES
 
 EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 HEAD = f"""{INSTALLED}
 By `make extras`: in each row an empty environment gets torch {SMALL} for CPUs, then the wheel with that extra and what
-it brings, and then what the extra is for is run (`tests/public/uses.py`), away from the checkout.
+it brings, and then what the extra is for is run (`tests/distribution/uses.py`), away from the checkout.
 
 | extra | transformers | packages | size | what was run | |
 |---|---|---|---|---|---|

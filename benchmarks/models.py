@@ -33,7 +33,7 @@ from adapters.registry import family_of
 from benchmarks.named_by_transformer_lens import NAMED
 from bridge import TransformerBridge
 from bridge.native.native import NativeModel
-from tests.properties.cases import switched
+from tests.every_type.cases import switched
 from tests.tiny_models import (
     CANNOT_BE_BUILT,
     MAPPINGS,

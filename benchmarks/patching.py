@@ -1,6 +1,6 @@
 """How long activation patching takes: against one whole run for each patch, and against plain batched forwards.
 
-    python benchmarks/patching.py [--rounds N] [--smollm FOLDER] [--only-smollm] [--only-compiled]
+    python benchmarks/patching.py [--rounds N] [--smollm FOLDER] [--only-smollm]
 
 A random 12-layer d768 GPT-2, one prompt of 15 tokens, without gradients: each sweep with default arguments against one
 whole forward for each patch. Once the two prompts differ from position 1 on, so that every position but the first can
@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from bridge import TransformerBridge
 from bridge import patching as ready
-from bridge.patching import sweep
+from bridge.patching import runs
 
 SWEEPS = ("resid_pre", "attn_head_out_all_pos", "attn_head_out_by_pos", "attn_head_pattern_all_pos")
 
@@ -63,10 +63,7 @@ def gpt2(rounds: int, sweeps: Sequence[str]) -> None:
                 return patcher(bridge, corrupted, cache, lambda logits: logits[0, -1, 7], verbose=False)
 
             def whole(run: Any = run) -> Any:
-                with (
-                    mock.patch("bridge.patching.sweep.may_start_later", return_value=False),
-                    mock.patch("bridge.patching.corrupted.may_start_later", return_value=False),
-                ):
+                with mock.patch("bridge.patching.runs.may_start_later", return_value=False):
                     return run()
 
             ours, ratios, of_processors, difference = [], [], [], 0.0
@@ -80,26 +77,6 @@ def gpt2(rounds: int, sweeps: Sequence[str]) -> None:
             time_, ratio, used = (statistics.median(some) for some in (ours, ratios, of_processors))
             row = f"{time_:>7.2f}s {time_ * ratio:>10.2f}s {ratio:>6.1f}x {used:>15.1f}x {difference:>19.1e}"
             print(f"{name:<40} {row}", flush=True)
-
-
-def compiled() -> None:
-    """The shipped model, each entry of each pattern, by batches that skip what cannot change and by one program."""
-    bridge = TransformerBridge.boot_embedded()
-    clean, corrupted = torch.randint(0, bridge.cfg.d_vocab, (2, 1, 15), generator=torch.Generator().manual_seed(0))
-    corrupted[0, 0] = clean[0, 0]
-    _, cache = bridge.run_with_cache(clean)
-    print("\nThe shipped model, each entry of each pattern, 15 tokens")
-    results = []
-    for title, how in (("batches", False), ("compiled, the first time", True), ("compiled, again", True)):
-        clock, used, found = timed(
-            lambda how=how: ready.get_act_patch_attn_head_pattern_dest_src_pos(
-                bridge, corrupted, cache, lambda logits: logits[0, -1, 7], compiled=how, verbose=False
-            )
-        )
-        results.append(found)
-        difference = (found - results[0]).abs().max()
-        row = f"{clock:>8.2f}s, of this process's processors {used:.2f}s; largest difference {difference:.1e}"
-        print(f"{title:<26} {row}", flush=True)
 
 
 def smollm(folder: Path, rounds: int) -> None:
@@ -116,7 +93,7 @@ def smollm(folder: Path, rounds: int) -> None:
     _, cache = bridge.run_with_cache(clean)
     work: list[tuple[int, int, int]] = []
     ends: list[tuple[int, int]] = []
-    options, logits_of = sweep.CorruptedRun.options, sweep.CorruptedRun.logits_of
+    options, logits_of = runs.CorruptedRun.options, runs.CorruptedRun.logits_of
 
     def counting(self: Any, layer: int, stop: int, repeats: int, start: int) -> Any:
         work.append((stop - layer, repeats * len(clean), clean.shape[1] - start))
@@ -131,8 +108,8 @@ def smollm(folder: Path, rounds: int) -> None:
         return patcher(bridge, corrupted, cache, lambda logits: logits[:, -1, 7].mean(), verbose=False)
 
     with (
-        mock.patch.object(sweep.CorruptedRun, "options", counting),
-        mock.patch.object(sweep.CorruptedRun, "logits_of", ending),
+        mock.patch.object(runs.CorruptedRun, "options", counting),
+        mock.patch.object(runs.CorruptedRun, "logits_of", ending),
     ):
         run()
     parts: dict[int, Any] = {}
@@ -177,11 +154,8 @@ def main() -> None:
     parser.add_argument("--sweeps", nargs="*", default=SWEEPS)
     parser.add_argument("--smollm", type=Path, help="the folder of the GGUF file")
     parser.add_argument("--only-smollm", action="store_true")
-    parser.add_argument("--only-compiled", action="store_true", help="a sweep through one compiled program")
     arguments = parser.parse_args()
     torch.set_grad_enabled(False)
-    if arguments.only_compiled:
-        return compiled()
     if not arguments.only_smollm:
         gpt2(arguments.rounds, arguments.sweeps)
     if arguments.smollm is not None:

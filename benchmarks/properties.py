@@ -20,9 +20,9 @@ from pathlib import Path
 import transformers
 
 from benchmarks.models import TITLES, quiet, shortened
-from tests.properties.cases import TASKS, usual, with_options
-from tests.properties.subject import Case, Outcome, Verdict
-from tests.properties.table import PROPERTIES, outcomes
+from tests.every_type.cases import TASKS, usual, with_options
+from tests.every_type.subject import Case, Outcome, Verdict
+from tests.every_type.table import PROPERTIES, outcomes
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "properties.md"
 #: What stands in a cell, the worst of all configurations of a type first.

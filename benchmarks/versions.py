@@ -47,20 +47,17 @@ class Cell:
     def name(self) -> str:
         return f"transformers-{self.transformers}-torch-{self.torch}-python-{self.python}"
 
-    @property
-    def is_small(self) -> bool:
-        return (self.torch, self.python) == (SMALL, PYTHON)
-
 
 NEWEST = "5.23.0"
 CELLS = (
     *map(Cell, ("5.9.0", "5.10.4", "5.12.1", "5.15.1", "5.18.0", "5.20.2", "5.21.1", "5.22.2", NEWEST)),
-    Cell("5.9.0", "2.6.0", "3.12"),
+    Cell("5.9.0", "2.8.0"),
+    *(Cell(NEWEST, torch) for torch in ("2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.1")),
     Cell(NEWEST, "2.14.1", "3.12"),
     Cell(NEWEST, "2.15.0", "3.13"),
     Cell(NEWEST, "2.15.0", "3.14"),
 )
-NAMED = {"oldest": CELLS[0], "newest": Cell(NEWEST)}
+NAMED = {"oldest": Cell("5.9.0", "2.8.0"), "newest": Cell(NEWEST)}
 
 #: The parts of a cell: what the column is called, and the tests.
 PARTS = {
@@ -74,6 +71,7 @@ TOOLS = [
     "pytest>=8",
     "pytest-xdist>=3.6",
     "hypothesis>=6.100",
+    "beartype>=0.20",
     "psutil>=6",
     "scikit-learn",
     "pyarrow>=18",
@@ -113,7 +111,7 @@ def environment(cell: Cell, pythons: list[str]) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     run(python_of(cell.python, pythons), "-m", "venv", folder)
     pip = (python, "-m", "pip", "install", "--quiet")
-    if cell.is_small:  # beside the packages of this environment
+    if cell.python == PYTHON:  # beside the packages of this environment
         ours = run(sys.executable, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
         site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
         Path(site, "ours.pth").write_text(ours)
@@ -122,6 +120,9 @@ def environment(cell: Cell, pythons: list[str]) -> Path:
         frozen = run(sys.executable, "-m", "pip", "freeze", "--exclude-editable").splitlines()
         listed.write_text("\n".join(line for line in frozen if not re.match(kept, line) and "@" not in line))
         run(*pip, "-c", listed, f"transformers=={cell.transformers}")
+        if cell.torch != SMALL:
+            run(*pip, "--no-deps", f"torch=={cell.torch}")
+            run(sys.executable, "benchmarks/without_cuda.py", folder)
     else:
         run(*pip, "--no-deps", f"torch=={cell.torch}")
         asked = run(python, "-c", "import importlib.metadata as m; print(*m.requires('torch'), sep='\\n')").splitlines()

@@ -6,8 +6,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from bridge.other_adapters import check_adapters
+from bridge.version import __version__, check_versions
 
 check_adapters()  # before anything of that package is imported
+check_versions()  # likewise
 
 if TYPE_CHECKING:
     from bridge.bridge import TransformerBridge as TransformerBridge
@@ -17,8 +19,6 @@ if TYPE_CHECKING:
     from bridge.hooks.names import act_name as act_name
     from bridge.native import NativeConfig as NativeConfig
     from bridge.weights import FactoredMatrix as FactoredMatrix
-
-from bridge.version import __version__  # noqa: E402
 
 _HOME = {
     "ActivationCache": "bridge.cache",

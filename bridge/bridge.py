@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from bridge.facade.generation import ProgramMethods, TraceMethods
+from bridge.facade.generation import GenerationMethods
 from bridge.facade.loading import LoadingMethods
-from bridge.facade.runs import BasisMethods, LensMethods
-from bridge.facade.weights import AnalysisMethods
 
 
-class TransformerBridge(BasisMethods, LensMethods, TraceMethods, ProgramMethods, AnalysisMethods, LoadingMethods):
+class TransformerBridge(GenerationMethods, LoadingMethods):
     """Wraps a Hugging Face model without changing it.
 
     Its parameters, state dict, mode and device are the model's own. Hook points cost nothing until someone listens.

@@ -1,4 +1,12 @@
-"""`ActivationCache`: the activations of one run, by hook name."""
+"""`ActivationCache`: the activations of one run, by hook name.
+
+What comes in is what a recorder kept: tensors by canonical name, and for some (patterns, results of heads, norm scales)
+what will compute them when they are asked for. What goes out is a mapping that takes every name and alias, and the
+methods that take the residual stream apart, which `bridge/analysis` computes from names alone.
+
+A cache records the run it was opened for and nothing later. What it computes late, it computes with the weights that
+the run had: where they were written to since, it refuses, by name. It knows nothing of hooks.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +21,11 @@ from torch import Tensor, nn
 
 from adapters.points import Point, module_at
 from adapters.views import Deferred
+from bridge.analysis.analysis import Index, pick, plain
 from bridge.analysis.layer_outputs import path_of_norm
-from bridge.analysis.requirements import AnalysedModel, Index, pick, plain
 from bridge.analysis.residual import ResidualMethods
 from bridge.hooks.arguments import BatchAxisError, refuse_wrong_types, shown
+from bridge.hooks.asked import StudiedBridge
 from bridge.hooks.modules import Written, written_to
 from bridge.hooks.names import act_name, suggestion
 
@@ -27,7 +36,7 @@ class _Names:
 
     axes: dict[str, str]
     aliases: dict[str, str]
-    n_layers: int
+    n_layers: int | None
 
 
 #: The hook points whose activations are taken through weights when terms, heads or neurons are asked for.
@@ -56,13 +65,15 @@ def _read_by_weights(name: str) -> str | None:
     return next((found for found in (name, base) if found.endswith((*_READ_BY_WEIGHTS, *_ENDS))), None)
 
 
-def _weights_behind(values: Mapping[str, Any], model: AnalysedModel) -> dict[str, Written]:
+def _weights_behind(values: Mapping[str, Any], model: StudiedBridge | None) -> dict[str, Written]:
     """The state of the weights that activations would be taken through, by hook point."""
-    hooks, hf_model = model.hook_dict, model.original_model
+    if model is None:
+        return {}
+    hooks = model.hook_dict
     names = dict.fromkeys([*map(_read_by_weights, values), *_ENDS])
     points = [(name, hooks[name].point) for name in names if name in hooks]
     there = [(name, point) for name, point in points if point.axes != "..."]  # "...": in a module of the user's
-    return {name: written_to(module_at(hf_model, _path_of_weights(name, point))) for name, point in there}
+    return {name: written_to(module_at(model.original_model, _path_of_weights(name, point))) for name, point in there}
 
 
 def _alone(value: Tensor) -> Tensor:
@@ -71,15 +82,16 @@ def _alone(value: Tensor) -> Tensor:
 
 
 class ActivationCache(ResidualMethods):
-    """The activations of one run.
+    """The activations of one run, by any name of their hook points.
 
     Keys are canonical hook names; aliases and short forms are accepted: ``cache["q", 3]``, ``cache["embed"]``,
     ``cache["resid_post", -1]``, ``cache["scale", 0, "ln1"]`` (see `act_name`).
 
     Args:
         cache_dict: activations by canonical name, each with a leading batch axis where the run had one.
-        model: the bridge that made them; its names and facts are used. A pickled cache holds its activations and their
-            names, not the model: for analyses, assign `model` after loading.
+        model: the bridge that made them, or what forwards to it; its names and facts are used. None: there is none, and
+            names are the canonical ones. A pickled cache holds its activations and their names, not the model: for
+            analyses, assign `model` after loading.
         has_batch_dim: False where the batch axis was removed.
 
     Example:
@@ -91,15 +103,18 @@ class ActivationCache(ResidualMethods):
     """
 
     @refuse_wrong_types
-    def __init__(self, cache_dict: dict[str, Any], model: AnalysedModel, has_batch_dim: bool = True) -> None:
-        self._values = cache_dict  # of tensors, and of what gives one when it is asked for (`Deferred`)
-        self._model: AnalysedModel | None = model
+    def __init__(self, cache_dict: dict[str, Any], model: StudiedBridge | None, has_batch_dim: bool = True) -> None:
+        self._fill(cache_dict, model, has_batch_dim)
+
+    def _fill(self, values: dict[str, Any], model: StudiedBridge | None, has_batch_dim: bool) -> None:
+        self._values = values  # of tensors, and of what gives one when it is asked for (`Deferred`)
+        self._model = model
         self._names: _Names | None = None
-        self._weights = _weights_behind(cache_dict, model)
+        self._weights = _weights_behind(values, model)
         self.has_batch_dim = has_batch_dim
 
     @property
-    def model(self) -> AnalysedModel:
+    def model(self) -> StudiedBridge:
         """The bridge that made the activations; assign one to a cache that was pickled and loaded.
 
         Raises:
@@ -107,13 +122,13 @@ class ActivationCache(ResidualMethods):
         """
         if self._model is None:
             raise ValueError(
-                "this cache was pickled, without its model: for analyses, assign the bridge that made it "
-                "(cache.model = bridge)"
+                "this cache has no model (it was pickled, or made without one): for analyses, assign the bridge that "
+                "made it (cache.model = bridge)"
             )
         return self._model
 
     @model.setter
-    def model(self, model: AnalysedModel) -> None:
+    def model(self, model: StudiedBridge) -> None:
         self._model = model
         self._weights = _weights_behind(self._values, model)
 
@@ -177,8 +192,7 @@ class ActivationCache(ResidualMethods):
 
     def _known(self) -> _Names:
         if self._model is None:
-            assert self._names is not None
-            return self._names
+            return self._names or _Names({}, {}, None)
         axes = {name: hook.point.axes for name, hook in self._model.hook_dict.items()}
         return _Names(axes, dict(self._model.names.aliases), self._model.cfg.n_layers)
 
@@ -228,7 +242,8 @@ class ActivationCache(ResidualMethods):
         if isinstance(key, tuple):
             name, layer, *part = key if len(key) > 1 else (*key, None)
             if hasattr(layer, "__index__") and layer < 0:
-                layer += self._model.cfg.n_layers if self._model is not None else self._known().n_layers
+                known = None if self._names is None else self._names.n_layers
+                layer += self.model.cfg.n_layers if known is None else known
             key = act_name(name, layer, *part)
         if key in self._values:
             return key
@@ -333,3 +348,10 @@ class ActivationCache(ResidualMethods):
         if move_model:
             self.model.original_model.to(target)
         return self
+
+
+def cache_of_run(values: dict[str, Any], model: StudiedBridge) -> ActivationCache:
+    """What a run has left: tensors by canonical name, and what gives one when it is asked for."""
+    new = ActivationCache.__new__(ActivationCache)
+    new._fill(values, model, True)
+    return new

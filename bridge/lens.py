@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import pickle
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel
 
-from adapters.architecture import Architecture
-from adapters.config import ModelConfig
 from adapters.points import module_at, path_from
-from bridge.analysis.requirements import refuse_no_stream
+from bridge.analysis.analysis import refuse_no_stream
 from bridge.hooks.arguments import check_positive, refuse_wrong_types, shown
 from bridge.hooks.context import CURRENT, RunContext, in_context
-from bridge.hooks.hooks import HookPoint
 from bridge.hooks.modules import written_to
 from bridge.hooks.names import last_stream
-from bridge.run.inputs import Input, TextBatch
+from bridge.run.inputs import Input, RunnableBridge
 from bridge.run.recorder import PosSlice
 from bridge.run.tokenization import texts_in
 
@@ -41,46 +40,11 @@ __all__ = ["Reading", "Top", "TunedLens", "lens"]
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class Readable(Protocol):
-    """A bridge whose residual stream is read.
-
-    Attributes:
-        original_model: the model, with what wraps it.
-        core: the Hugging Face model.
-        cfg: the facts about it.
-        architecture: what its adapter declares.
-    """
-
-    original_model: nn.Module
-    core: PreTrainedModel
-    architecture: Architecture
-    cfg: ModelConfig
-
-    @property
-    def hook_dict(self) -> Mapping[str, HookPoint]:
-        """The hook points, by name."""
-
-    def __call__(self, input: Tensor, *, start_at_layer: int) -> Tensor:
-        """Runs the model from a layer on: its logits."""
-
-    def run_with_cache(
-        self,
-        input: Input,
-        *,
-        names_filter: Sequence[str],
-        pos_slice: PosSlice = None,
-        attention_mask: Tensor | None = None,
-        return_type: str | None = "logits",
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Runs the model: its logits, and the activations of these names."""
-
-    def batch_of(
-        self, texts: Sequence[str], prepend_bos: bool | None = None, padding_side: str | None = None
-    ) -> TextBatch:
-        """Texts as tokens, padded to one length."""
-
-
 _KIND = "linear_tuned_lens"
+
+
+#: What Python says of a zip or a pickle that is damaged.
+_DAMAGED = (EOFError, NotImplementedError, OSError, pickle.UnpicklingError, zipfile.BadZipFile, zlib.error)
 
 
 class TunedLens(nn.Module):
@@ -133,7 +97,9 @@ class TunedLens(nn.Module):
 
     @classmethod
     @refuse_wrong_types
-    def load(cls, folder: str | Path, bridge: Readable | None = None, check_unembedding: bool = True) -> TunedLens:
+    def load(
+        cls, folder: str | Path, bridge: RunnableBridge | None = None, check_unembedding: bool = True
+    ) -> TunedLens:
         """Reads a lens.
 
         Args:
@@ -143,19 +109,30 @@ class TunedLens(nn.Module):
 
         Raises:
             FileNotFoundError: a file is missing.
-            ValueError: it is another kind of lens, or for another model.
+            ValueError: it is another kind of lens, or for another model, or damaged.
         """
         folder = Path(folder)
         for name in ("config.json", "params.pt"):
             if not (folder / name).is_file():
                 raise FileNotFoundError(f"folder is {str(folder)!r}, which has no {name}")
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if config.get("lens_type", _KIND) != _KIND:
-            raise ValueError(f"{folder} holds a lens of type {config['lens_type']!r}; only {_KIND!r} can be read")
-        lens = cls(config["num_hidden_layers"], config["d_model"], config["bias"])
+        reading = folder / "config.json"
+        try:
+            config = json.loads(reading.read_text(encoding="utf-8"))
+            if config.get("lens_type", _KIND) != _KIND:
+                raise ValueError(f"its lens is of type {config['lens_type']!r}; only {_KIND!r} can be read")
+            sizes, bias = (config["num_hidden_layers"], config["d_model"], config["d_model"]), config["bias"]
+            reading = folder / "params.pt"
+            if zipfile.is_zipfile(reading) and (bad := zipfile.ZipFile(reading).testzip()) is not None:
+                raise ValueError(f"the checksum of {bad} in it is another")
+            state = torch.load(reading, map_location="cpu", weights_only=True)
+            weights = [value for name, value in state.items() if name.endswith("weight")]
+            if (len(weights), *weights[0].shape) != sizes:
+                raise ValueError(f"it holds {len(weights)} maps {list(weights[0].shape)}, config.json says {sizes}")
+            lens = cls(sizes[0], sizes[1], bias)
+            lens.translators.load_state_dict(state)
+        except (*_DAMAGED, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"{reading} cannot be used: {error}") from error
         lens.config |= config
-        state = torch.load(folder / "params.pt", map_location="cpu", weights_only=True)
-        lens.translators.load_state_dict(state)
         if bridge is not None:
             lens.check(bridge, check_unembedding)
             lens.to(bridge.cfg.device)
@@ -174,7 +151,7 @@ class TunedLens(nn.Module):
         (folder / "config.json").write_text(json.dumps(self.config), encoding="utf-8")
 
     @refuse_wrong_types
-    def check(self, bridge: Readable, unembedding: bool = True) -> None:
+    def check(self, bridge: RunnableBridge, unembedding: bool = True) -> None:
         """Refuses a model that the lens is not for.
 
         Args:
@@ -201,7 +178,7 @@ class TunedLens(nn.Module):
     @refuse_wrong_types
     def fit(
         cls,
-        bridge: Readable,
+        bridge: RunnableBridge,
         batches: Iterable[Input],
         epochs: int = 1,
         learning_rate: float = 1e-3,
@@ -265,7 +242,7 @@ class TunedLens(nn.Module):
         return lens.eval()
 
 
-def _tokens_and_mask(bridge: Readable, batch: Input) -> tuple[Input, Tensor | None]:
+def _tokens_and_mask(bridge: RunnableBridge, batch: Input) -> tuple[Input, Tensor | None]:
     """A batch, and which of its positions are no padding; None: all of them."""
     if isinstance(batch, Sequence) and batch and isinstance(batch[0], str) and not isinstance(batch, str):
         padded = bridge.batch_of(batch)
@@ -279,7 +256,7 @@ def _accumulate(loss: Tensor, parameters: list[nn.Parameter]) -> None:
         parameter.grad = gradient
 
 
-def unembedding_hash(bridge: Readable) -> str:
+def unembedding_hash(bridge: RunnableBridge) -> str:
     """How the package `tuned-lens` names an unembedding: by its entries, printed to one decimal.
 
     Args:
@@ -306,7 +283,7 @@ MOST_LOGITS = 2**25
 
 @dataclass(frozen=True)
 class Top:
-    """The likeliest tokens.
+    """The likeliest tokens that a lens reads at each layer and position.
 
     Attributes:
         tokens: their ids, the likeliest first, ``[layer, batch, pos, k]``.
@@ -442,7 +419,7 @@ def _top(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 Decode = Callable[[Tensor, int], Tensor]
 
 
-def as_read(bridge: Readable, decode: Decode, hooked: bool) -> Decode:
+def as_read(bridge: RunnableBridge, decode: Decode, hooked: bool) -> Decode:
     """The same decoding, refused where hooks or weights behind the blocks are not those of now.
 
     Args:
@@ -485,7 +462,7 @@ KINDS = ("normed", "raw")
 
 @refuse_wrong_types
 def lens(
-    bridge: Readable,
+    bridge: RunnableBridge,
     input: Input,
     kind: str | TunedLens = "normed",
     pos_slice: PosSlice = None,
@@ -552,7 +529,7 @@ def lens(
     return Reading(streams, chosen, decode, mask, n, bridge.cfg.d_vocab_out)
 
 
-def _raw(bridge: Readable) -> Callable[[Tensor, int], Tensor]:
+def _raw(bridge: RunnableBridge) -> Callable[[Tensor, int], Tensor]:
     """Reads through the unembedding alone, with the factors and the bias of `W_U` and `b_U`, without a soft cap.
 
     Raises:
@@ -569,7 +546,7 @@ def _raw(bridge: Readable) -> Callable[[Tensor, int], Tensor]:
     return lambda stream, layer: readout.logits(unembed.forward(stream * readout.factor_in), bridge.core)
 
 
-def _classified(bridge: Readable) -> Callable[[Tensor, int], Tensor]:
+def _classified(bridge: RunnableBridge) -> Callable[[Tensor, int], Tensor]:
     """Reads each position of an image through the final norm and the classifier's head.
 
     The head reads one position, or a mean of several: at the end, its logits are the mean of these readings.
@@ -586,7 +563,7 @@ def _classified(bridge: Readable) -> Callable[[Tensor, int], Tensor]:
     return lambda stream, layer: read(norm.forward(stream), layer)
 
 
-def _decoder(bridge: Readable, kind: str | TunedLens) -> Callable[[Tensor, int], Tensor]:
+def _decoder(bridge: RunnableBridge, kind: str | TunedLens) -> Callable[[Tensor, int], Tensor]:
     """From a stream and its layer to logits.
 
     Raises:

@@ -1,4 +1,14 @@
-"""Attribute access to hook points and weights: ``bridge.blocks[3].attn.hook_z``, ``bridge.blocks[3].attn.W_Q``."""
+"""The weights by HookedTransformer's names, and the products of them.
+
+What comes in is the model's own parameters, which `adapters.weights` shows under canonical names. What goes out:
+
+1. Attribute access to hook points and weights: ``bridge.blocks[3].attn.hook_z``, ``bridge.blocks[3].attn.W_Q``. A
+   `NameTree` has no modules and no tensors: each step is a longer name, and its end is asked of the bridge.
+2. Weights of all layers on one axis (`stacked_weight`), with a refusal that names the layers where they differ.
+3. `FactoredMatrix`: a product of two matrices that is kept as its factors.
+
+No weight is copied to be looked at; only stacks are new tensors, and gradients reach the parameters through them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +23,7 @@ from adapters.architecture import Architecture
 from adapters.config import ModelConfig
 from adapters.weights import Weights
 from bridge.hooks.arguments import refuse_wrong_types, shape_text
-from bridge.hooks.context import OpenTrace, trace_of
+from bridge.hooks.context import trace_of
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import Names, suggestion
 
@@ -353,33 +363,32 @@ class Component:
     @property
     def output(self) -> Tensor:
         """What it returns, in a trace: the same as at its ``hook_out``, where it has one."""
-        return self._trace("output").part_output(self.name)
+        found: Tensor = self._seen("output")
+        return found
 
     @property
     def input(self) -> Tensor:
         """What it is given first, in a trace: the same as at its ``hook_in``, where it has one."""
-        return self._trace("input").part_input(self.name)
+        found: Tensor = self._seen("input")
+        return found
 
     @property
     def outputs(self) -> Any:
         """All that its module returns, in a trace."""
-        return self._trace("outputs").part_outputs(self.name)
+        return self._seen("outputs")
 
     @property
     def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """All that its module is called with, in a trace: positional arguments, and those with names."""
-        return self._trace("inputs").part_inputs(self.name)
+        found: tuple[tuple[Any, ...], dict[str, Any]] = self._seen("inputs")
+        return found
 
-    def _trace(self, asked: str) -> OpenTrace:
-        return trace_of(self._tree.names, f"{self.name}.{asked}")
+    def _seen(self, what: str) -> Any:
+        return trace_of(self._tree.names, f"{self.name}.{what}").seen_of_part(self.name, what)
 
     def __setattr__(self, attribute: str, value: Any) -> None:
-        if attribute == "output":
-            return self._trace(attribute).set_part_output(self.name, value)
-        if attribute == "input":
-            return self._trace(attribute).set_part_input(self.name, value)
-        if attribute == "inputs":
-            return self._trace(attribute).set_part_inputs(self.name, value)
+        if attribute in ("output", "input", "inputs"):
+            return trace_of(self._tree.names, f"{self.name}.{attribute}").set_for_part(self.name, attribute, value)
         raise AttributeError(
             f"{self.name}.{attribute} cannot be assigned, since a part is made anew each time it is asked for; "
             "edit a weight in place (W[:] = ...), or replace the module in original_model"

@@ -5,14 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 
-#: What could be distributions of their own.
-ABOVE = ("legacy", "harvest", "patching", "circuits", "features", "tasks", "pictures")
+from tools.structure import above_the_core
 
 _CORE_ALONE = f"""
 import importlib.abc
 import sys
 
-ABOVE = {tuple(f"bridge.{room}" for room in ABOVE)!r}
+ABOVE = {above_the_core()!r}
 
 
 class NotThere(importlib.abc.MetaPathFinder):

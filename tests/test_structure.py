@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tools.structure import OF_THE_HOUSE, TIERS, folders_of, tier_of
+from tools.structure import room_of as source_room
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("adapters", "bridge", "weight_processing")
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
@@ -18,11 +21,12 @@ MAY_USE = {
     "adapters": set(),
     "weight_processing": {"adapters"},
     "bridge.hooks": {"adapters"},
-    "bridge.taps": {"adapters", "bridge.hooks"},
+    "bridge.sharing": {"adapters", "bridge.hooks"},
+    "bridge.taps": {"adapters", "bridge.hooks", "bridge.sharing"},
     "bridge.weights": {"adapters", "bridge.hooks"},
     "bridge.analysis": {"adapters", "bridge.hooks", "bridge.weights"},
     "bridge.cache": {"adapters", "bridge.hooks", "bridge.analysis"},
-    "bridge.wiring": {"adapters", "bridge.hooks", "bridge.taps"},
+    "bridge.wiring": {"adapters", "bridge.hooks", "bridge.sharing", "bridge.taps"},
     "bridge.interventions": {"adapters", "bridge.hooks"},
     "bridge.run": {"adapters", "bridge.hooks", "bridge.taps", "bridge.wiring"},
     "bridge.generation": {
@@ -94,7 +98,7 @@ MUTABLE = {
         "_CODES",
     ): "what torch compiled, for like programs to come; let go of with the bridge",
     ("bridge/run/layer_range.py", "_LOCK"): "held while a model's module is changed for a run, or changed back",
-    ("bridge/taps/tap.py", "LOCK"): "held while a function that models look up is exchanged, or put back",
+    ("bridge/taps/taps.py", "LOCK"): "held while a function that models look up is exchanged, or put back",
     (
         "bridge/trace/coroutine.py",
         "_IDLE",
@@ -151,6 +155,34 @@ def test_arrows_between_rooms_go_one_way():
             if used not in MAY_USE[room]:
                 wrong.append(f"{where(path, node)}: {room} uses {used}")
     assert not wrong
+
+
+#: Imports of a higher tier, with the reason.
+UPWARDS = {
+    ("bridge/facade/generation.py", "programs"): "what `program` returns and `generate` runs: methods of the bridge"
+}
+
+
+def test_a_tier_imports_no_higher_one():
+    order, found = list(TIERS), set()
+    for path in FILES:
+        own = str(path.relative_to(ROOT))
+        for _, module in imports(parsed(path)):
+            used = tier_of(f"{module.replace('.', '/')}.py")
+            if order.index(used) > order.index(tier_of(own)):
+                found.add((own, used))
+    assert found == set(UPWARDS)
+
+
+def test_tests_stand_where_what_they_test_stands():
+    """Each folder is named after a room, which has a tier, or is of the whole house."""
+    rooms = {source_room(str(path.relative_to(ROOT))).removeprefix("bridge/").split("/")[0] for path in FILES}
+    folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders - set(OF_THE_HOUSE) <= rooms and set(OF_THE_HOUSE) <= folders
+    assert set().union(*TIERS.values()) <= rooms
+    assert {f"tests/{name}" for name in folders - set(OF_THE_HOUSE)} == {
+        each for tier in TIERS for each in folders_of(tier)
+    }
 
 
 def room_inside_adapters(module: str) -> str:

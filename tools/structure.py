@@ -1,9 +1,13 @@
-"""How large the library is, and how much of it one call goes through: one row of figures.
+"""How large the library is, what a reader of it has to learn, and how much of it one call goes through.
 
-    python tools/structure.py
+    python tools/structure.py            # prints the tables of docs/architecture.md
+    python tools/structure.py --write    # writes them there
+    python tools/structure.py --tests studies    # the tests of one tier: `make test TIER=studies`
 
-Lines are lines with code on them, without comments and docstrings. What a call goes through is counted while it runs:
-the functions of our packages that are entered, and the files that they stand in.
+What a reader pays for is counted, and nothing that can be folded: syntax nodes, not lines; files, classes and
+protocols; class names that mean two things; the share of imports; classes that hardly anybody uses. What a call goes
+through (a journey) is counted while it runs: the functions of our packages that are entered, the classes that they
+belong to, and the files that they stand in. `tests/test_structure.py` holds each count to the one that is written down.
 """
 
 from __future__ import annotations
@@ -11,45 +15,111 @@ from __future__ import annotations
 import ast
 import dataclasses
 import io
-import json
-import subprocess
+import os
+import re
 import sys
+import tempfile
 import threading
 import tokenize
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import CodeType, FrameType
 
-import torch
-import transformers
-
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("adapters", "bridge", "weight_processing")
+PAGE = ROOT / "docs" / "architecture.md"
+#: What stands around each table of the page.
+MARKS = {
+    name: (f"<!-- {name}: written by tools/structure.py -->", f"<!-- end of {name} -->")
+    for name in ("tiers", "files", "size", "journeys")
+}
+#: The tiers, from the lowest, with the rooms of `bridge` above the core; what is named in none is of the core.
+TIERS = {
+    "core": (),
+    "programs": ("programs", "export"),
+    "studies": ("patching", "circuits", "features", "tasks", "pictures"),
+    "harvest": ("harvest", "cli", "__main__"),
+    "legacy": ("legacy",),
+}
+#: The folders of tests that are named after no room and are of no tier: of the whole house, and of what is around it.
+OF_THE_HOUSE = (
+    "benchmarks", "clients", "data", "distribution", "docs", "every_type", "examples", "gpu", "real", "sharded",
+    "versions",
+)  # fmt: skip
 _NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
     tokenize.ENDMARKER,
 }  # fmt: skip
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceFile:
+    """One file of our packages: its path from the top, its text, its syntax tree."""
+
+    path: str
+    text: str
+    tree: ast.Module
+
+    @property
+    def legacy(self) -> bool:
+        """Whether it is of the room whose names HookedTransformer gave."""
+        return self.path.startswith("bridge/legacy/")
+
+
+def source_files(root: Path = ROOT) -> list[SourceFile]:
+    """All files of our packages."""
+    paths = sorted(path for package in PACKAGES for path in (root / package).rglob("*.py"))
+    texts = [(str(path.relative_to(root)), path.read_text(encoding="utf-8")) for path in paths]
+    return [SourceFile(path, text, ast.parse(text)) for path, text in texts]
+
+
+def _lines(nodes: Iterable[ast.stmt]) -> set[int]:
+    return {line for node in nodes for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+
+
+def purpose(file: SourceFile) -> str:
+    """What a file holds: the first line of its docstring."""
+    return (ast.get_docstring(file.tree) or "").partition("\n")[0].replace("|", r"\|")
 
 
 def docstring_lines(tree: ast.Module) -> set[int]:
     """The lines on which docstrings stand."""
-    lines: set[int] = set()
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or not node.body:
-            continue
-        first = node.body[0]
-        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
-            lines.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
-    return lines
+    bodies = [node.body for node in ast.walk(tree) if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, False)]
+    return _lines(body[0] for body in bodies)
 
 
-def lines_of_code(text: str) -> int:
-    """How many lines have code on them."""
+def code_lines(file: SourceFile) -> set[int]:
+    """The lines that have code on them, without comments and docstrings."""
     lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+    for token in tokenize.generate_tokens(io.StringIO(file.text).readline):
         if token.type not in _NO_CODE:
             lines.update(range(token.start[0], token.end[0] + 1))
-    return len(lines - docstring_lines(ast.parse(text)))
+    return lines - docstring_lines(file.tree)
+
+
+def tier_of(path: str) -> str:
+    """The tier of a file, by its path from the top."""
+    room = path.split("/")[1].removesuffix(".py") if path.startswith("bridge/") else ""
+    return next((tier for tier, rooms in TIERS.items() if room in rooms), "core")
+
+
+def above_the_core() -> tuple[str, ...]:
+    """The modules of `bridge` that could be distributions of their own: the core and programs need none."""
+    return tuple(f"bridge.{room}" for tier in TIERS if tier not in ("core", "programs") for room in TIERS[tier])
+
+
+def folders_of(tier: str) -> list[str]:
+    """The folders of tests that a tier has: tests stand where what they test stands."""
+    folders = sorted(path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and path.name[0] not in "._")
+    return [f"tests/{name}" for name in folders if name not in OF_THE_HOUSE and tier_of(f"bridge/{name}") == tier]
+
+
+def room_of(path: str) -> str:
+    """The room of a file: a package, or the part of `bridge` that it stands in; a room may be one file."""
+    parts = path.removesuffix(".py").split("/")
+    return parts[0] if parts[0] != "bridge" else "bridge/" + parts[1].removeprefix("__init__")
 
 
 def vocabulary() -> dict[str, list[str]]:
@@ -59,38 +129,45 @@ def vocabulary() -> dict[str, list[str]]:
     return {cls.__name__: [field.name for field in dataclasses.fields(cls)] for cls in nouns()}
 
 
-def branches(function: ast.AST) -> int:
-    """How many decisions a function takes: conditions, each `and` and `or` in them, loops, exceptions, cases."""
-    number, todo = 0, list(ast.iter_child_nodes(function))
-    while todo:
-        node = todo.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            continue  # counted by itself
-        if isinstance(node, ast.If | ast.IfExp | ast.For | ast.While | ast.ExceptHandler | ast.match_case):
-            number += 1
-        elif isinstance(node, ast.comprehension):
-            number += 1 + len(node.ifs)
-        elif isinstance(node, ast.BoolOp):
-            number += len(node.values) - 1
-        todo.extend(ast.iter_child_nodes(node))
-    return number
+def is_protocol(cls: ast.ClassDef) -> bool:
+    """Whether a class says what another has."""
+    return any("Protocol" in ast.unparse(base) for base in cls.bases)
 
 
-def complex_functions() -> int:
-    """The functions that ruff finds too complex at its own limit, which counts statements alone."""
-    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "C901", "--exit-zero"]
-    command += ["--config", "lint.mccabe.max-complexity=10", "--output-format", "json", *PACKAGES]
-    return len(json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout))
+def doubled(files: Iterable[SourceFile]) -> dict[str, list[str]]:
+    """The class names that stand for two things, with the files; what HookedTransformer named is left out."""
+    homes: dict[str, list[str]] = {}
+    for file in files:
+        if not file.legacy:
+            for node in ast.walk(file.tree):
+                if isinstance(node, ast.ClassDef):
+                    homes.setdefault(node.name, []).append(file.path)
+    return {name: paths for name, paths in sorted(homes.items()) if len(paths) > 1}
 
 
-def glossary() -> int:
-    """The rows of the glossary in CONTRIBUTING."""
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Glossary")[1].split("\n## ")[0]
-    return sum(line.startswith("| ") for line in text.splitlines()) - 1
+def sizes(files: list[SourceFile]) -> dict[str, float]:
+    """What a reader pays for, each with its number."""
+    nodes = [node for file in files for node in ast.walk(file.tree)]
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+    used = Counter(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
+    used += Counter(node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load))
+    imports = sum(
+        len(_lines(node for node in ast.walk(file.tree) if isinstance(node, ast.Import | ast.ImportFrom)))
+        for file in files
+    )
+    return {
+        "syntax nodes": len(nodes),
+        "files": len(files),
+        "classes": len(classes),
+        "protocols": sum(map(is_protocol, classes)),
+        "class names that mean two things": len(doubled(files)),
+        "share of imports, per cent": round(100 * imports / sum(len(code_lines(file)) for file in files), 1),
+        "classes used at most once": sum(used[cls.name] <= 1 for cls in classes),
+    }
 
 
-def crossed(job: Callable[[], object]) -> tuple[int, int]:
-    """How many of our functions a call enters, in how many files."""
+def crossed(job: Callable[[], object]) -> tuple[int, int, int]:
+    """How many of our functions a call enters, of how many classes, in how many files."""
     seen: set[CodeType] = set()
 
     def note(frame: FrameType, event: str, arg: object) -> None:
@@ -106,15 +183,29 @@ def crossed(job: Callable[[], object]) -> tuple[int, int]:
         threading.setprofile(None)
     inside = tuple(str(ROOT / package) + "/" for package in PACKAGES)
     ours = [code for code in seen if code.co_filename.startswith(inside) and not code.co_name.startswith("<")]
-    return len(ours), len({code.co_filename for code in ours})
+    owners = {(code.co_filename, code.co_qualname.rpartition(".")[0]) for code in ours}
+    classes = {owner for owner in owners if owner[1] and "<locals>" not in owner[1]}
+    return len(ours), len(classes), len({code.co_filename for code in ours})
 
 
-def calls() -> dict[str, Callable[[], object]]:
-    """The calls whose way through the library is counted. Each was made once before: what is made once is not in it."""
+def journeys(kept: str) -> dict[str, Callable[[], object]]:
+    """The calls whose way through the library is counted. Each was made once before: what is made once is not in it.
+
+    Args:
+        kept: a folder for declarations: one that was inferred before is read there, and proved anew.
+    """
+    import torch
+    import transformers
+
+    from adapters import verify
     from bridge import TransformerBridge
+    from bridge.bases import Directions
+    from bridge.harvest import harvest
 
     bridge = TransformerBridge.boot_embedded()
     tokens = bridge.to_tokens("Mary and John")
+    featured = TransformerBridge.boot_embedded()
+    feature = featured.add_basis("blocks.1.hook_resid_post", "some", Directions(torch.eye(featured.cfg.d_model)[:, :4]))
 
     def halve(activation: torch.Tensor, hook: object) -> torch.Tensor:
         return activation * 0.5
@@ -135,42 +226,101 @@ def calls() -> dict[str, Callable[[], object]]:
         )
         return TransformerBridge(transformers.BitNetForCausalLM(config).eval())
 
+    def shard() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            points = ["blocks.1.hook_resid_post"]
+            harvest(bridge, ["Mary and John"] * 4, hook_points=points, out=Path(folder) / "rows")
+
+    os.environ["TRANSFORMER_BRIDGE_CACHE"] = kept
     jobs: dict[str, Callable[[], object]] = {
-        "run_with_cache": lambda: bridge.run_with_cache(tokens),
+        "a run with a cache": lambda: bridge.run_with_cache(tokens),
         "an edit of a pattern": lambda: bridge.run_with_hooks(
             tokens, fwd_hooks=[("blocks.1.attn.hook_pattern", halve)]
         ),
         "a trace": trace,
         "an inferred adapter": wrap,
+        "an edit of a feature": lambda: featured.run_with_hooks(tokens, fwd_hooks=[(feature.name, halve)]),
+        "a request of a batch": lambda: bridge.generate_batch(["Mary and John"], max_new_tokens=2, verbose=False),
+        "a harvested shard": shard,
+        "verify": lambda: verify(bridge),
     }
     for job in jobs.values():
         job()
     return jobs
 
 
-def main() -> None:
-    """Prints the figures."""
-    texts = [path.read_text(encoding="utf-8") for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
-    nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
-    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    fields = vocabulary()
-    rows: dict[str, object] = {
-        "files": len(texts),
-        "lines of code": sum(map(lines_of_code, texts)),
-        "classes": sum(isinstance(node, ast.ClassDef) for node in nodes),
-        "functions": len(functions),
-        "fields of the vocabulary": f"{sum(map(len, fields.values()))} in {len(fields)} dataclasses",
-        "functions over 10 branches": sum(branches(function) > 10 for function in functions),
-        "complexity over 10 (ruff)": complex_functions(),
-        "concepts in the glossary": glossary(),
+def counted() -> dict[str, tuple[int, int, int]]:
+    """The functions, classes and files that each of the calls enters."""
+    with tempfile.TemporaryDirectory() as kept:
+        return {name: crossed(job) for name, job in journeys(kept).items()}
+
+
+def table(head: str, rows: Iterable[tuple[object, ...]]) -> str:
+    """Rows as a table in Markdown."""
+    columns = head.count("|") + 1
+    lines = [f"| {head} |", "|" + " --- |" * columns]
+    shown = ([format(value, ",") if isinstance(value, int | float) else str(value) for value in row] for row in rows)
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in shown)])
+
+
+def written(name: str, page: str | None = None) -> dict[str, list[float]]:
+    """What one table of the page says: for each row its numbers."""
+    begin, end = MARKS[name]
+    text = (PAGE.read_text(encoding="utf-8") if page is None else page).split(begin)[1].split(end)[0]
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.strip().splitlines()[2:]]
+    return {
+        row[0]: [float(cell.replace(",", "")) for cell in row[1:] if re.fullmatch(r"[\d,.]+", cell)] for row in rows
     }
-    for name, job in calls().items():
-        entered, files = crossed(job)
-        rows[name] = f"{entered} functions in {files} files"
-    for name, value in rows.items():
-        print(f"{name:<28} {value if isinstance(value, str) else format(value, ',')}")
+
+
+def tables() -> dict[str, str]:
+    """The tables of the page."""
+    files = source_files()
+    in_tier = {tier: [file for file in files if tier_of(file.path) == tier] for tier in TIERS}
+    ways = [(name, *way) for name, way in counted().items()]
+    return {
+        "tiers": table(
+            "tier | rooms | files | syntax nodes",
+            (
+                (
+                    f"**{tier}**",
+                    ", ".join(f"`{room}`" for room in sorted({room_of(file.path).rstrip("/") for file in inside})),
+                    len(inside),
+                    sum(sum(1 for _ in ast.walk(file.tree)) for file in inside),
+                )
+                for tier, inside in in_tier.items()
+            ),
+        ),
+        "files": table(
+            "file | what it holds", ((f"`{file.path}`", purpose(file)) for tier in TIERS for file in in_tier[tier])
+        ),
+        "size": table("what a reader pays for | now", sizes(files).items()),
+        "journeys": table("a call | functions | classes | files", ways),
+    }
+
+
+def main() -> None:
+    """Prints the tables, or writes them; or where the tests of a tier are."""
+    if "--tests" in sys.argv:
+        tier = sys.argv[sys.argv.index("--tests") + 1]
+        if tier not in TIERS:
+            sys.exit(f"{tier!r} is no tier; they are {', '.join(TIERS)}")
+        print(*folders_of(tier))
+        return
+    import torch
+
+    torch.set_num_threads(1)
+    found = tables()
+    if "--write" not in sys.argv:
+        print("\n\n".join(found.values()))
+        return
+    page = PAGE.read_text(encoding="utf-8")
+    for name, text in found.items():
+        begin, end = MARKS[name]
+        before, after = page.split(begin)[0], page.split(end)[1]
+        page = f"{before}{begin}\n{text}\n{end}{after}"
+    PAGE.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     main()

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from adapters import Architecture, norms
 from adapters.attention import AddedOutput, Gate, SinkGate
 from adapters.views import Affine, parameters_of
-from weight_processing.parts import Norm, ProcessedParts, held_here, is_sharded, norm_parameters
+from weight_processing.parts import NormWithReaders, ProcessedParts, held_here, is_sharded, norm_parameters
 from weight_processing.saving import SavedBiases
 from weight_processing.steps import TRANSFORMS
 
@@ -162,7 +162,7 @@ class Limits:
                     return reasons[0]
         return ""
 
-    def _why_not_folded(self, norm: Norm) -> str:
+    def _why_not_folded(self, norm: NormWithReaders) -> str:
         """Why one norm cannot be folded into what reads it; empty where it can."""
         if not norm.readers:
             return f"nothing is known to read {norm.name}"
@@ -266,7 +266,7 @@ def _is_centered(name: str, get: Callable[[], Tensor]) -> bool:
     return name.endswith("W_O") or get().ndim < 2 or _sums_to_zero(get()[:_SAMPLE], -1)
 
 
-def _is_folded(parts: ProcessedParts, norm: Norm) -> bool:
+def _is_folded(parts: ProcessedParts, norm: NormWithReaders) -> bool:
     plain = parts.is_plain(norm)
     return plain and (not norm.kind.centered or _sums_to_zero(norm.readers[0].weight()[..., :_SAMPLE], -2))
 

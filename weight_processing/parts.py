@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from adapters import MLP, Attention, MoE, Weights
 from adapters.architecture import NamedStep
 from adapters.linear import is_linear, weight_in_out
-from adapters.norms import Norm as DeclaredNorm
-from adapters.norms import NormKind
+from adapters.norms import Norm, NormKind
 from adapters.points import join
 from adapters.views import Call, Heads
 
@@ -115,7 +114,7 @@ class NormReader:
 
 
 @dataclass(frozen=True)
-class Norm:
+class NormWithReaders:
     """A norm, and all that reads it.
 
     Attributes:
@@ -225,7 +224,7 @@ class ProcessedParts:
             return self.weights.bias(unembed, lambda: (self.cfg.d_vocab_out,))
         return self.weights.getters[name]
 
-    def _norms(self) -> Iterator[Norm]:
+    def _norms(self) -> Iterator[NormWithReaders]:
         for name, path, named in self.steps:
             if named.step.pre and named.leads and not named.step.pre.kind.identity:
                 yield self._norm_before(name, path, named, named.step.pre)
@@ -233,21 +232,21 @@ class ProcessedParts:
             if isinstance(part, MLP) and part.ln:
                 down = join(path, part.path, part.down)
                 out = NormReader(f"{at}.W_out", self.get(f"{at}.W_out"), self.get(f"{at}.b_out"), down)
-                yield Norm(f"{at}.ln", join(path, part.path, part.ln.path), part.ln.kind, (out,))
+                yield NormWithReaders(f"{at}.ln", join(path, part.path, part.ln.path), part.ln.kind, (out,))
         final = self.architecture.stack.final_norm
         if final and self.final_kind and "unembed.W_U" in self.weights.getters:
             unembed = "." + self.architecture.readout.path
             reader = NormReader("unembed.W_U", self.get("unembed.W_U"), self.get("unembed.b_U"), unembed)
-            yield Norm("ln_final", final.path, self.final_kind, (reader,))
+            yield NormWithReaders("ln_final", final.path, self.final_kind, (reader,))
 
-    def _norm_before(self, name: str, path: str, named: NamedStep, norm: DeclaredNorm) -> Norm:
+    def _norm_before(self, name: str, path: str, named: NamedStep, norm: Norm) -> NormWithReaders:
         """The norm that a step reads through, with those that share it."""
         together = [named]
         if named.shared:
             together += [other for at, _, other in self.steps if at == name and other.name in named.shared]
         readers = tuple(reader for one in together for reader in self._readers(name, path, one))
         gated = any(isinstance(one.step.part, MLP) and one.step.part.gate for one in together)
-        return Norm(f"{name}.{named.norm}", join(path, norm.path), norm.kind, readers, gated)
+        return NormWithReaders(f"{name}.{named.norm}", join(path, norm.path), norm.kind, readers, gated)
 
     def _readers(self, name: str, path: str, named: NamedStep) -> Iterator[NormReader]:
         """The matrices of a step that read its norm."""
@@ -322,13 +321,13 @@ class ProcessedParts:
     def has_bias(self, path: str) -> bool:
         return getattr(self.weights.module(path), "bias", None) is not None
 
-    def affine(self, norm: Norm) -> tuple[Tensor | None, Tensor | None]:
+    def affine(self, norm: NormWithReaders) -> tuple[Tensor | None, Tensor | None]:
         """What a norm multiplies with, and what it adds, in the type that is computed in."""
         module = self.weights.module(norm.path)
         weight, bias = (None if x is None else precise(x) for x in norm_parameters(module))
         return None if weight is None else weight + norm.kind.added, bias
 
-    def is_plain(self, norm: Norm) -> bool:
+    def is_plain(self, norm: NormWithReaders) -> bool:
         """Whether a norm multiplies with ones and adds zeros."""
         weight, bias = self.affine(norm)
         ones = weight is None or bool((weight == 1).all())

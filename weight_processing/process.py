@@ -1,4 +1,29 @@
-"""The whole stage: which transforms a model allows, doing them, checking them, and the record of what was done."""
+"""The stage of weight processing: transforms of a model's own parameters that leave its function as it is.
+
+**In**: a model that can be processed (`Processable`: its parameters, its declaration, its canonical weights), and for
+each transform in `TRANSFORMS` (fold norms, center what writes to the stream, center the unembedding, fold values'
+biases, refactor the factors of queries and keys, values and output) whether it is asked for.
+
+**Out**: the same model with other numbers in its parameters, and a record in ``cfg.processed`` and in the Hugging Face
+configuration, so that a saved model knows it.
+
+**How**, in order:
+
+1. What can be done is asked before anything is written (`limits.py`): a transform needs parts that are linear, stored,
+   not shared with others, and declared in full.
+2. Log probabilities of random tokens are taken (`check.py`).
+3. The model is marked as being worked on; tied weights are untied (`saving.py`), and each transform is done, part by
+   part (`steps.py`, arithmetic in `transforms.py`, the parts in `parts.py`), in float64 (half precision in float32).
+4. Log probabilities are compared, at the end or after each transform; a difference beyond rounding is an error.
+5. Biases that a transform has made where the model's class has none are noted, so that saving and loading keep them.
+
+**It refuses** (`ProcessingError`), with nothing changed: a transform asked for by name that this model does not allow,
+with the reason; a model that a call left half done. A transform that is on by default and not allowed is left out, and
+the record says why. After a failed check the weights are other ones, and the error says so.
+
+**It does not know** of bridges, hooks or runs: it needs `adapters` alone, and is given a context in which the user's
+hooks do not see its check.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from adapters import Architecture
 from adapters.points import base_path, has_module, join
 from weight_processing import fold_layer_norm, fold_value_biases
-from weight_processing.parts import Norm, ProcessedParts, held_here, precise
+from weight_processing.parts import NormWithReaders, ProcessedParts, held_here, precise
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What stands in a saved model's file for biases for which the model's class has no place.
@@ -219,7 +219,7 @@ class SavedBiases:
     def _full(self, path: str) -> str:
         return path[1:] if path.startswith(".") else join(self.base, path)
 
-    def add_readers(self, norm: Norm, bare: set[str]) -> None:
+    def add_readers(self, norm: NormWithReaders, bare: set[str]) -> None:
         """Notes that some of a norm's readers are given a bias.
 
         Args:

@@ -17,7 +17,15 @@ from weight_processing import (
     refactor_query_key,
     refactor_value_output,
 )
-from weight_processing.parts import Get, Norm, NormReader, ProcessedParts, ensure_bias, norm_parameters, precise
+from weight_processing.parts import (
+    Get,
+    NormReader,
+    NormWithReaders,
+    ProcessedParts,
+    ensure_bias,
+    norm_parameters,
+    precise,
+)
 from weight_processing.saving import SavedBiases
 
 Parameters: TypeAlias = dict[str, Get]
@@ -28,7 +36,9 @@ def _pieces(parts: ProcessedParts, x: Tensor, dim: int) -> Iterator[Tensor]:
     return iter(x.split(max(1, parts.piece * x.shape[dim] // x.numel()), dim))
 
 
-def _fold_into(parts: ProcessedParts, reader: NormReader, norm: Norm, w: Tensor | None, b: Tensor | None) -> None:
+def _fold_into(
+    parts: ProcessedParts, reader: NormReader, norm: NormWithReaders, w: Tensor | None, b: Tensor | None
+) -> None:
     weight = reader.weight()
     cut = 0 if weight.ndim == 3 else -1
     if b is not None:
@@ -51,7 +61,7 @@ def do_fold_ln(parts: ProcessedParts, saved_biases: SavedBiases) -> None:
                 _fold(parts, norm, saved_biases)
 
 
-def _fold(parts: ProcessedParts, norm: Norm, saved_biases: SavedBiases) -> None:
+def _fold(parts: ProcessedParts, norm: NormWithReaders, saved_biases: SavedBiases) -> None:
     w, b = parts.affine(norm)
     b = None if b is None or not bool(b.any()) else b
     bare = set() if b is None else {r.holder for r in norm.readers if not parts.has_bias(r.holder)}

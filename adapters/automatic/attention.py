@@ -5,12 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from adapters.attention import GATE_FUNCTIONS, AddedOutput, Attention, Gate, Projection, SinkGate
+from adapters.attention import (
+    GATE_FUNCTIONS,
+    AddedOutput,
+    Attention,
+    Gate,
+    Projection,
+    SinkGate,
+    per_head,
+    result_of,
+    scores_of,
+)
 from adapters.automatic.norms import heads_view, parameter_of, relative, rounded, same_numbers
 from adapters.automatic.parts import FoundPart, Norms
 from adapters.mixers import axes_of
@@ -24,12 +34,29 @@ from adapters.observe.gradients import (
     is_linear_through,
 )
 from adapters.observe.observe import ModuleCall, NotFound, Recording, Softmax, one_line
-from adapters.observe.recognised import ROUNDED_TABLE, agree, tolerance, worked_out
+from adapters.observe.recognised import FITTED, ROUNDED_TABLE, agree, tolerance, worked_out
 from adapters.points import join
 from adapters.views import Affine, Composed, Heads, OneHead
 
 #: The columns of each head, in a projection's output.
 Sets = tuple[tuple[int, ...], ...]
+
+
+class Met(NamedTuple):
+    """Queries and keys as they meet, in float64, and what is made of them.
+
+    Attributes:
+        product: theirs, ``[batch, head, query, key]``.
+        query, key: ``[batch, head, pos, d_head]``, keys repeated for their group.
+        scores: what entered the softmax, without a sink's column.
+        seen: where the pattern is not zero.
+    """
+
+    product: Tensor
+    query: Tensor
+    key: Tensor
+    scores: Tensor
+    seen: Tensor
 
 
 class FoundAttention:
@@ -435,16 +462,22 @@ class FoundAttention:
         sizes = after.norm(dim=-1) / before.norm(dim=-1)
         return bool(((sizes - sizes.mean(0)).abs() <= ROUNDED_TABLE * sizes.mean(0)).all())
 
-    def product(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Queries times keys as they meet, and both, ``[batch, head, pos, d_head]``, keys repeated for their group."""
+    def met(self) -> Met | None:
+        """What meets in the scores; None where queries and keys do not fit."""
         query, key = self.softmax.query, self.softmax.key
         if query is None or key is None:  # in a product that is not watched: as they leave their projections
             query, key = (self.normed(letter).transpose(1, 2) for letter in "qk")
         query, key = query.detach().double(), key.detach().double()
         if self.n_heads % key.shape[1] or query.shape[-1] != key.shape[-1]:
             return None
-        key = key.repeat_interleave(self.n_heads // key.shape[1], dim=1)
-        return query @ key.transpose(-1, -2), query, key
+        n = key.shape[2]
+        scores, seen = self.softmax.scores.detach().double()[..., :n], self.softmax.pattern[..., :n] > 0
+        return Met(scores_of(query, key), query, per_head(key, self.n_heads), scores, seen)
+
+    def divided_by(self, factor: float) -> float:
+        """What the product is divided by, that a factor was measured of: the root of a head's width, or another."""
+        usual = self.normed("q").shape[-1] ** 0.5
+        return usual if abs(factor * usual - 1) < FITTED else rounded(1 / factor)
 
     @property
     def is_causal(self) -> bool:
@@ -469,7 +502,7 @@ def with_values(found: FoundAttention, declared: Attention) -> Attention:
     """
     v = found.normed("v").double()
     pattern = found.softmax.pattern[..., : v.shape[1]].double()
-    mixed = torch.einsum("bhqk,bkhd->bqhd", pattern, v.repeat_interleave(found.n_heads // v.shape[2], dim=2))
+    mixed = result_of(pattern, v.transpose(1, 2)).transpose(1, 2)
     z = found.z_by_head.detach().double()
     if mixed.shape != z.shape:
         raise NotFound(f"what enters its output projection is {z.shape[-1]} wide for each head, values {v.shape[-1]}")
@@ -528,10 +561,11 @@ class _Between:
             gate = None if rows is None else rows[..., torch.tensor(sets, device=rows.device)].double()
             if gate is None or gate.shape[-1] not in (1, self.z.shape[-1]):
                 continue
-            for name, function in GATE_FUNCTIONS.items():
-                if self.is_z(self.mixed * function(gate)):
-                    view = heads_view(sets, call.left[0].value.shape[-1])
-                    return Gate(Projection(self._relative(call.path), view), name)
+            view = heads_view(sets, call.left[0].value.shape[-1])
+            for name in GATE_FUNCTIONS:
+                tried = Gate(Projection(self._relative(call.path), view), name)
+                if self.is_z(tried.of(self.mixed, gate)):
+                    return tried
         return None
 
     def bias(self) -> str | None:
@@ -547,16 +581,17 @@ class _Between:
             made = call.left[0].value if call.left and call.is_leaf else None
             if made is None or made.shape != self.z.transpose(1, 2).shape:
                 continue
-            if self.is_z(self.mixed + made.transpose(1, 2).double()):
-                return AddedOutput(self._relative(call.path))
+            tried = AddedOutput(self._relative(call.path))
+            if self.is_z(tried.of(self.mixed, made)):
+                return tried
         return None
 
     def sinks(self) -> SinkGate | None:
         """The sigmoid of what the scores add up to, less a parameter of each head."""
-        total = self.found.softmax.scores.detach().double().logsumexp(-1).transpose(1, 2)[..., None]
+        scores = self.found.softmax.scores.detach()
         for name, parameter in self.found.owner.module.named_parameters(recurse=False):
             one_each = parameter.shape == (self.found.n_heads,)
-            if one_each and self.is_z(self.mixed * (total - parameter.detach()[:, None]).sigmoid()):
+            if one_each and self.is_z(SinkGate(name).of(self.mixed, scores, parameter.detach())):
                 return SinkGate(name)
         return None
 

@@ -1,4 +1,33 @@
-"""From a recorded run to an `Architecture`, and what it cannot say, with the reasons."""
+"""Inference: from one recorded run of an unknown model to its `Architecture`, and to what it cannot say.
+
+**In**: a Hugging Face model with weights, and what it takes (tokens are made up; images and sound may be given).
+
+**Out**: `Inferred`: a declaration of the same nouns that families write by hand, and for each hook point that it does
+not have the reason. `source_of` writes the declaration as the source of an adapter.
+
+**How**, in order:
+
+1. The model, or a probe copy of it with random numbers where a constant would tell nothing, is run once with everything
+   that passes the borders of its modules recorded, graph included (`adapters.observe`).
+2. The lists of blocks are those whose output i is input i + 1 (`blocks.py`); a residual stream runs through them.
+3. Of each block, what is added to the stream is explained as a sum of recorded outputs, each with a factor or a
+   parameter (`stream.py`); each addend is a part, with the norm it reads and writes through (`parts.py`).
+4. Norms are found by trying: a module is one if `NormKind.of` makes what the module makes (`norms.py`).
+5. A part is an attention if one softmax ran in it: queries, keys and values are the columns that reach each head's
+   scores and `z`, by gradient (`attention.py`). It is an MLP if its neurons are reached one by one, or a mixture
+   (`feed_forward.py`); else a `Mixer`, of which the ends alone are known.
+6. What the layers say of all of the model (rotation, scale, cap, windows) is counted: `facts.py`.
+7. The ends: embeddings, final norm, heads, readout (`ends.py`).
+
+Nothing goes by a name: names are read where the configuration says a number that a run cannot show, and then the run
+has to agree.
+
+**It refuses** (`NotInferable`) a model in which no list of blocks with a stream is found. What is found of the rest is
+offered, and what is not is noted by name. Nothing of the model is changed.
+
+**It does not prove**: whatever is inferred goes through `adapters.proofs.proofs.Proof` on the live model before it is
+offered. **It does not know** of hooks, bridges or families.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +72,11 @@ from adapters.automatic.feed_forward import FoundExpertModules, FoundMixture, Fo
 from adapters.automatic.norms import norm_kind, relative, with_gated
 from adapters.automatic.parts import FoundPart, Norms, Parts, mixes_positions, modules_of, rerun
 from adapters.automatic.stream import (
+    Addend,
     Found,
     Mixed,
     Sum,
     Sums,
-    Term,
     Value,
     collapse,
     collapse_path,
@@ -445,7 +474,7 @@ class _Inference:
         return Mixer(path, modules=modules)
 
 
-def _step(declared: Part, part: FoundPart, total: Sum, term: Term, norms: Norms, block: ModuleCall) -> Step:
+def _step(declared: Part, part: FoundPart, total: Sum, term: Addend, norms: Norms, block: ModuleCall) -> Step:
     """The residual step of a part, which its block computes one after the other."""
     (out, seen), post, at = part.out, _inside(part.post, block), partial(relative, base=block.path)
     entry = None

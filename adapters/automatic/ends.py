@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from adapters.architecture import KINDS, Embedding, Head, Readout, TableOf, tables
+from adapters.attention import capped
 from adapters.automatic.blocks import power_between
 from adapters.automatic.norms import function_norm, norm_kind, relative, rounded
 from adapters.config import config_of
 from adapters.inputs import Given
-from adapters.norms import Norm, normalized
+from adapters.norms import Norm
 from adapters.observe.observe import BorderTensor, ModuleCall, Recording, elements_of, mark, tightest
 from adapters.observe.recognised import FITTED, NEGLIGIBLE, agree, worked_out
 from adapters.points import base_path, token_embedding
@@ -72,7 +73,7 @@ def find_embedding(
         return None
     # A table of positions may run before that of tokens (FSMT): it makes the same of every row.
     tokens = next((call for call in called if not _same_for_each_row(call.left[0].value)), called[0])
-    return _Search(model, recording, before, tokens, first.entered, text).run()
+    return _EmbeddingSearch(model, recording, before, tokens, first.entered, text).run()
 
 
 def _same_for_each_row(x: Tensor) -> bool:
@@ -80,7 +81,7 @@ def _same_for_each_row(x: Tensor) -> bool:
 
 
 @dataclass
-class _Search:
+class _EmbeddingSearch:
     """Goes back from the first stream: through a projection and a norm to a sum, and from its terms to their tables.
 
     Attributes:
@@ -524,7 +525,7 @@ class End:
         if on_stream or self.unembed.entered is None:
             return last, None
         kind = function_norm(last, self.unembed.entered.value)
-        return (last, None) if kind is None else (normalized(kind, last), Norm("", kind))
+        return (last, None) if kind is None else (kind.of(last), Norm("", kind))
 
     def heads(self, normed: Tensor) -> tuple[Head, ...]:
         """What is between the final norm and the output layer, where that does not read the norm.
@@ -656,7 +657,7 @@ def capped_between(before: Tensor, logits: Tensor) -> tuple[float, float] | None
         if moved <= 1e-12 * cap:
             break
     cap, factor = float(f"{cap:.4g}"), rounded(float(f"{factor:.6g}"))
-    return (factor, cap) if agree(cap * torch.tanh(factor * x / cap), y, before) else None
+    return (factor, cap) if agree(capped(factor * x, cap), y, before) else None
 
 
 def _cap_at(x: float, y: float) -> float | None:

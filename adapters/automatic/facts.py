@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from adapters.architecture import Block, Part, Stack, Step
-from adapters.attention import Attention, Projection
+from adapters.attention import Attention, Projection, per_head
 from adapters.automatic.attention import FoundAttention
 from adapters.automatic.blocks import FoundStack
 from adapters.automatic.ends import capped_between
-from adapters.automatic.norms import relative, rounded
+from adapters.automatic.norms import relative
 from adapters.config import config_of, first, rotary_values
 from adapters.feed_forward import MLP
 from adapters.imports import rotation_of
@@ -94,12 +94,11 @@ def rotary_base(attention: FoundAttention, dim: int, adjacent: bool) -> float | 
 
 def soft_cap(attention: FoundAttention, said: float | None) -> float:
     """The soft cap of the scores: the one that the configuration says, where the scores are so; -1 where not."""
-    found = attention.product()
-    if not said or found is None:
+    met = attention.met()
+    if not said or met is None:
         return -1.0
-    scores, product = attention.softmax.scores.detach().double()[..., : found[0].shape[-1]], found[0]
-    seen = (attention.softmax.pattern[..., : product.shape[-1]] > 0) & (scores.abs() < said)
-    capped, plain, product = said * (scores[seen] / said).atanh(), scores[seen], product[seen]
+    seen = met.seen & (met.scores.abs() < said)
+    capped, plain, product = said * (met.scores[seen] / said).atanh(), met.scores[seen], met.product[seen]
 
     def left(x: Tensor) -> float:
         return float((x - product * (x @ product / (product @ product))).norm() / x.norm())
@@ -109,13 +108,10 @@ def soft_cap(attention: FoundAttention, said: float | None) -> float:
 
 def cap_that_is_not_said(attention: FoundAttention) -> tuple[float, float] | None:
     """What the product is divided by, and the soft cap behind that, of scores that the two explain; None of others."""
-    found = attention.product()
-    if found is None:
+    met = attention.met()
+    if met is None:
         return None
-    product = found[0]
-    scores = attention.softmax.scores.detach().double()[..., : product.shape[-1]]
-    seen = attention.softmax.pattern[..., : product.shape[-1]] > 0
-    both = capped_between(product[seen].to(attention.softmax.scores.dtype), scores[seen])
+    both = capped_between(met.product[met.seen].to(attention.softmax.scores.dtype), met.scores[met.seen])
     if both is None:
         return None
     usual, divided = attention.normed("q").shape[-1] ** 0.5, 1 / both[0]
@@ -130,19 +126,18 @@ def scale_of_scores(attention: FoundAttention, cap: float, *, biased: bool = Fal
         cap: the soft cap of its scores; -1: they have none.
         biased: what is added for each place alone, the same in every row of the batch, does not count.
     """
-    found = attention.product()
+    met = attention.met()
     q, k = attention.normed("q").double(), attention.normed("k").double()
     rotated = attention.rotated() or attention.shares_keys()
-    if found is None or not (rotated or (found[1].transpose(1, 2).shape == q.shape and q.shape[-1] == k.shape[-1])):
+    if met is None or not (rotated or (met.query.transpose(1, 2).shape == q.shape and q.shape[-1] == k.shape[-1])):
         return None
-    product, query, key = found
     position = min(5, attention.query_pos - 1)
     pair = [position, position - 1]
-    scores = attention.softmax.scores.detach().double()[:, :, position, pair]
+    scores = met.scores[:, :, position, pair]
     scores = cap * (scores / cap).atanh() if cap > 0 else scores
     differences, products = (
         scores[..., 0] - scores[..., 1],
-        (product[:, :, position, pair] * _SIGNS.to(product.device)).sum(-1),
+        (met.product[:, :, position, pair] * _SIGNS.to(scores.device)).sum(-1),
     )
     if biased:
         differences, products = differences - differences.mean(0), products - products.mean(0)
@@ -150,11 +145,9 @@ def scale_of_scores(attention: FoundAttention, cap: float, *, biased: bool = Fal
     if factor is None:
         return None
     if not rotated:  # of rotated ones, it is that of the product of what `hook_rot_q` and `hook_rot_k` show
-        factor *= (
-            float(query.norm() / q.norm()) * float(key.norm() / k.norm()) / (attention.n_heads / k.shape[2]) ** 0.5
-        )
-    usual = q.shape[-1] ** 0.5
-    return usual if abs(factor * usual - 1) < FITTED else rounded(1 / factor)
+        group = (attention.n_heads / k.shape[2]) ** 0.5
+        factor *= float(met.query.norm() / q.norm()) * float(met.key.norm() / k.norm()) / group
+    return attention.divided_by(factor)
 
 
 def scale_elsewhere(attention: FoundAttention) -> float | None:
@@ -182,12 +175,9 @@ def scale_elsewhere(attention: FoundAttention) -> float | None:
         keys = attention.normed("k").double()[:, position - 1]
     if attention.n_heads % keys.shape[1]:
         return None
-    keys = keys.repeat_interleave(attention.n_heads // keys.shape[1], dim=1)
+    keys = per_head(keys, attention.n_heads)
     factor = _ratio(reached - reached.mean(0), keys - keys.mean(0)) if reached.shape == keys.shape else None
-    if factor is None:
-        return None
-    usual = keys.shape[-1] ** 0.5
-    return usual if abs(factor * usual - 1) < FITTED else rounded(1 / factor)
+    return None if factor is None else attention.divided_by(factor)
 
 
 def adding(attention: FoundAttention) -> tuple[str, ...]:
@@ -208,15 +198,12 @@ def adding(attention: FoundAttention) -> tuple[str, ...]:
 
 def alibi_scale(attention: FoundAttention) -> float | None:
     """What the product is divided by, where each head adds a slope times the key's position to it (ALiBi)."""
-    found = attention.product()
-    if found is None:
+    met = attention.met()
+    if met is None:
         return None
-    product = found[0]
-    pattern = attention.softmax.pattern[..., : product.shape[-1]]
-    scores = attention.softmax.scores.detach().double()[..., : product.shape[-1]]
+    product, seen = met.product, met.seen.double()
     places = torch.arange(product.shape[-1], dtype=torch.float64, device=product.device).expand_as(product)
-    seen = (pattern > 0).double()
-    scores = scores.where(pattern > 0, 0)  # they may be minus infinity
+    scores = met.scores.where(met.seen, 0)  # they may be minus infinity
     # A row's constant is nothing to its softmax.
     rows = [
         (x - (x * seen).sum(-1, keepdim=True) / seen.sum(-1, keepdim=True)) * seen for x in (scores, product, places)
@@ -232,9 +219,7 @@ def alibi_scale(attention: FoundAttention) -> float | None:
         factors.append(factor)
     if max(factors) - min(factors) > FITTED * max(factors) or min(factors) <= 0:
         return None
-    usual = attention.normed("q").shape[-1] ** 0.5
-    scale = 1 / (sum(factors) / len(factors))
-    return usual if abs(scale / usual - 1) < FITTED else rounded(scale)
+    return attention.divided_by(sum(factors) / len(factors))
 
 
 def _ratio(made: Tensor, of: Tensor) -> float | None:
@@ -248,13 +233,10 @@ def _bias(attention: FoundAttention) -> Tensor | None:
 
     None where there is none, or not that alone.
     """
-    found = attention.product()
-    if found is None or len(attention.softmax.pattern) < 2:
+    met = attention.met()
+    if met is None or len(met.seen) < 2:
         return None
-    product = found[0]
-    seen = (attention.softmax.pattern > 0)[..., : product.shape[-1]]
-    scores = attention.softmax.scores.detach().double()[..., : product.shape[-1]].where(seen, 0)
-    product = product.where(seen, 0)
+    scores, product = met.scores.where(met.seen, 0), met.product.where(met.seen, 0)
     factor = _ratio(scores - scores.mean(0), product - product.mean(0))
     if factor is None:
         return None
@@ -317,13 +299,12 @@ def _filled_scores(attention: FoundAttention) -> View:
     hidden, seen = scores[(pattern == 0) & ~MaskedScores().masked(scores)], scores[pattern > 0]
     if hidden.numel() and not sinks(attention) and float(hidden.max()) < _FAR_BELOW * float(seen.min()):
         return FilledScores(float(hidden.max()) / 2)
-    alibi, pattern = attention.owner.given.get("alibi"), attention.softmax.pattern
-    found = attention.product() if alibi is not None else None
-    if alibi is None or found is None or alibi.shape != (len(pattern) * attention.n_heads, 1, attention.key_pos):
+    alibi = attention.owner.given.get("alibi")
+    met = attention.met() if alibi is not None else None
+    rows = len(pattern)
+    if alibi is None or met is None or alibi.shape != (rows * attention.n_heads, 1, attention.key_pos):
         return MaskedScores()
-    seen = pattern > 0
-    product = found[0][seen]
-    rest = (attention.softmax.scores.detach() - alibi.view(len(pattern), attention.n_heads, 1, -1))[seen].double()
+    product, rest = met.product[met.seen], (met.scores - alibi.view(rows, attention.n_heads, 1, -1))[met.seen]
     factor = float((rest * product).sum() / (product**2).sum())
     is_sum = bool(((rest - factor * product).abs() <= FITTED * rest.abs().max()).all())
     return AlibiScores() if is_sum else MaskedScores()

@@ -22,20 +22,21 @@ from adapters.feed_forward import (
     Layers,
     MoE,
     RouterElement,
+    activated,
     are_modules,
     first_projection,
     has_gate,
     in_batches,
     layers_of,
     router_matrix,
-    sparsemixer_topk,
+    sent_to,
     stacked,
     width,
 )
 from adapters.linear import materialized
 from adapters.norms import Norm
 from adapters.observe.gradients import gradient_of
-from adapters.observe.observe import BorderTensor, ModuleCall, NotFound, Recording, elements_of, product, tightest
+from adapters.observe.observe import BorderTensor, ModuleCall, NotFound, Recording, elements_of, tightest
 from adapters.observe.recognised import NEGLIGIBLE, agree, results_by_token, weights_in_sum
 from adapters.points import join, members_of
 from adapters.views import times
@@ -56,6 +57,8 @@ def activations(config: PreTrainedConfig) -> tuple[str, ...]:
     return (*((said,) if isinstance(said, str) and said in ACT2FN else ()), *ACTIVATIONS)
 
 
+#: What a shared expert may go through.
+GATE = Gate(Projection(""), "sigmoid")
 #: A projection, and which of its columns are one for each neuron.
 Found = tuple[ModuleCall, tuple[int, ...]]
 
@@ -233,7 +236,7 @@ class FoundMLP:
             if other.shape != post.shape:
                 continue
             for act_fn in self.names:
-                made = product(act_fn, before, other.detach(), self.config)
+                made = activated(act_fn, before, other.detach(), self.config)
                 if made is not None and agree(made, post, each=True):
                     self.act_fn = act_fn
                     return name
@@ -246,7 +249,7 @@ class FoundMLP:
         other = up[0].left[0].value[..., list(up[1])] if gate else None
         post = self.post.value
         for name in self.names:
-            made = product(name, before, other, self.config)
+            made = activated(name, before, other, self.config)
             if made is not None and agree(made, post, each=True):
                 return name
         return None
@@ -338,7 +341,7 @@ class FoundExperts:
     ) -> MoE:  # fmt: skip
         """The declaration; its arguments are what `MoE` says, with paths from the model."""
         owner = self.owner.path
-        gates = () if gate is None else (Gate(Projection(relative(gate.path, owner)), "sigmoid"),)
+        gates = () if gate is None else (replace(GATE, projection=Projection(relative(gate.path, owner))),)
         return MoE(
             relative(owner, self.block),
             router=relative(router.path, owner),
@@ -455,8 +458,9 @@ class FoundMixture(FoundExperts):
         logits, weights = (self.router.element(key).value.flatten(0, -2).double() for key in (0, 1))
         chosen = self.router.indices_seen.flatten(0, -2)
         for margin in [each for each in vars(self.router.module).values() if isinstance(each, float) and each > 0]:
-            shares, best = sparsemixer_topk(logits, margin, chosen.shape[-1])
-            if torch.equal(best, chosen) and agree(shares, weights, self.router.element(0).value):
+            tried = MoE("", "", chosen_by="in turn", margin=margin)
+            shares = tried.shares(logits, sent_to(chosen, self.num_experts)).gather(-1, chosen.long())
+            if agree(shares, weights, self.router.element(0).value):
                 return margin
         return None
 
@@ -483,18 +487,17 @@ class FoundMixture(FoundExperts):
     def _are_sigmoids(self) -> None:
         """The weights of the chosen experts are in the ratios of their logits' sigmoids."""
         logits, weights = (self.router.element(key).value.flatten(0, -2).double() for key in (0, 1))
-        scores = logits.sigmoid().gather(-1, self.router.indices_seen.flatten(0, -2).long())
-        shares = [x / x.sum(-1, keepdim=True) for x in (scores, weights)]
+        chosen = self.router.indices_seen.flatten(0, -2).long()
+        tried = MoE("", "", chosen_by="scores").shares(logits, sent_to(chosen, self.num_experts)).gather(-1, chosen)
+        shares = [x / x.sum(-1, keepdim=True) for x in (tried, weights)]
         if not agree(shares[1], shares[0], self.router.element(1).value):
             raise NotFound(f"{self.router.path} weighs the experts by something else than a softmax or sigmoids")
 
     def _corrected(self) -> bool:
         """Whether the chosen experts are others than those of the largest logits."""
-        logits = self.router.left[0].value.flatten(0, -2)
-        best = logits.topk(self.experts_per_token).values
         routed = (self.router.indices_seen if self.chosen is None else self.chosen).flatten(0, -2)
-        chosen = logits.gather(-1, routed.long()).sort(-1, descending=True).values
-        return not torch.equal(best, chosen)
+        best = MoE("", "").best(self.router.left[0].value.flatten(0, -2), self.experts_per_token)
+        return not torch.equal(best, sent_to(routed, self.num_experts))
 
     def declare(self) -> MoE:
         """The declaration.
@@ -534,7 +537,7 @@ class FoundMixture(FoundExperts):
             for gate in (None, *gates):
                 value = y.flatten(0, -2).double()
                 if gate is not None:
-                    value = value * gate.left[0].value.flatten(0, -2).double().sigmoid()
+                    value = GATE.of(value, gate.left[0].value.flatten(0, -2))
                 if self._is_sum(total, [routed, value.flatten()]):
                     shared, found = self.mlp_of(call, self.owner.path)
                     self.d_shared, self.act_fn = found.d_mlp, self.act_fn or found.act_fn
@@ -560,7 +563,8 @@ class FoundMixture(FoundExperts):
                 continue
             x, y = call.entered.value, call.left[0].value
             for name in activations(self.config) if x.shape == y.shape and y.numel() else ():
-                if agree(ACT2FN[name](x), y, each=True):
+                made = activated(name, x, None, self.config)
+                if made is not None and agree(made, y, each=True):
                     return name
         return None
 
@@ -692,23 +696,26 @@ class FoundExpertModules(FoundExperts):
     def _chosen_by(self, chooses: ModuleCall, logits: Tensor, weights: Tensor) -> ChosenBy:
         """What the experts are compared by: see `MoE.chosen_by`."""
 
-        def shares(of: Tensor) -> Tensor:
-            chosen = of * self.sent
-            return chosen / chosen.sum(1, keepdim=True)
+        def weighed(by: ChosenBy) -> bool:
+            both = weights * self.sent, noun(by).shares(logits, self.sent)
+            seen, made = (x / x.sum(1, keepdim=True) for x in both)
+            return agree(seen, made, self.part.out[1].value)
+
+        def noun(by: ChosenBy) -> MoE:
+            return MoE("", "", chosen_by=by)
 
         softmaxes = [s for s in self.recording.softmaxes_between(chooses.start, chooses.end) if s.scores.ndim > 1]
         own = [
             s for s in softmaxes if not any(each.start < s.time < each.end for calls in self.calls for each in calls)
         ]
         choice = [time for time in self.recording.choices if chooses.start < time < chooses.end]
-        like = self.part.out[1].value
         if not own:
-            if agree(shares(weights), shares(logits.sigmoid()), like):
+            if weighed("scores"):
                 return "scores"
-        elif agree(shares(weights), shares(logits.softmax(-1)), like):
+        elif weighed("logits"):
             scores = own[0].scores.detach().flatten(0, -2).double()
             if scores.shape == logits.shape and agree(scores, logits, own[0].scores):
-                best = torch.zeros_like(self.sent).scatter(1, logits.topk(self.experts_per_token).indices, True)
+                best = noun("probabilities").best(logits, self.experts_per_token)
                 return "probabilities" if torch.equal(best, self.sent) else "corrected probabilities"
             if choice and own[0].time > choice[0]:
                 return "logits"
@@ -736,7 +743,7 @@ class FoundExpertModules(FoundExperts):
             for gate in (None, *gates):
                 factors = weights[:, -1]
                 if gate is not None:
-                    factors = factors / gate.left[0].value.flatten().double().sigmoid()
+                    factors = factors / GATE.of(torch.ones_like(factors), gate.left[0].value.flatten())
                 factor = rounded(float(factors.mean()))
                 if agree(factors, torch.full_like(factors, factor), call.left[0].value):
                     shared, found = self.mlp_of(call, self.owner.path)

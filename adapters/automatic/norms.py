@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from adapters.norms import NormKind, eps_of
 from adapters.observe.observe import WRONG, ModuleCall, NotFound, one_line
-from adapters.observe.recognised import TOLERANCES, RecognisedNorm, agree, recognise_module, recognise_norm, tolerance
+from adapters.observe.recognised import TOLERANCES, agree, norms_to_try, recognise_module, recognise_norm, tolerance
 from adapters.views import View, columns, gathered, interleaved
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -109,18 +108,15 @@ def norm_kind(call: ModuleCall) -> NormKind | None:
         ):
             return None
     kept = _kept(call)
-    if isinstance(weight, Tensor) and weight.ndim > 1:  # one for each head
-        y, weight, bias = (y if bias is None else y - bias.detach()) / weight.detach(), None, None
-        return _of_numbers(x, y, None, None, kept)
     probed = None
     if call.alone and x.dtype in TOLERANCES and not isinstance(call.module, nn.Identity):
         try:
-            probed = recognise_module(call.module, x.shape[-1], x, weight=weight, bias=bias, tolerance=tolerance(x))
+            probed = recognise_module(call.module, x.shape[-1], x, tolerance=tolerance(x))
         except WRONG as error:  # it takes none of other sizes than it was given
             one_line(error)  # which raises it again where the memory is full
             return None
     if probed is None or (found := _kind(probed, kept)) is None:
-        return _of_numbers(x, y, weight, bias, kept)
+        return _of_numbers(x, y, call.module, kept)
     return found
 
 
@@ -130,12 +126,11 @@ def function_norm(x: Tensor, y: Tensor) -> NormKind | None:
     Args:
         x, y: before and behind it.
     """
-    found = recognise_norm(x, y, None, None, tolerance=tolerance(x)) if x.shape == y.shape else None
-    if found is None or found.offset:
+    found = recognise_norm(x, y, tolerance=tolerance(x)) if x.shape == y.shape else None
+    if found is None:
         return None
     # What does not show in the numbers is the epsilon that torch's functions take where they are given none.
-    eps = torch.finfo(x.dtype).eps if found.eps is None else float(f"{found.eps:.2g}")
-    return NormKind(found.computes, offset=None, eps=eps)
+    return replace(found, offset=None, eps=float(f"{found.eps:.2g}") if found.eps else torch.finfo(x.dtype).eps)
 
 
 def with_gated(calls: Sequence[ModuleCall], norms: Mapping[ModuleCall, NormKind]) -> dict[ModuleCall, NormKind]:
@@ -172,28 +167,21 @@ def _kept(call: ModuleCall) -> float | None:
         return None
 
 
-def _kind(found: RecognisedNorm, kept: float | None) -> NormKind | None:
+def _kind(found: NormKind, kept: float | None) -> NormKind | None:
     """The kind, with the epsilon that was measured, unless the module says the same one."""
+    assert found.eps is not None
     # Two digits of an epsilon are measured: what rounds to the same is the same.
-    if kept is not None and (found.eps is None or abs(found.eps - kept) <= 0.02 * kept):
-        return NormKind(found.computes, found.offset)
-    return None if found.eps is None else NormKind(found.computes, found.offset, eps=float(f"{found.eps:.2g}"))
+    if kept is not None and (not found.eps or abs(found.eps - kept) <= 0.02 * kept):
+        return replace(found, eps=None)
+    return replace(found, eps=float(f"{found.eps:.2g}")) if found.eps else None
 
 
-def _of_numbers(
-    x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, kept: float | None
-) -> NormKind | None:
+def _of_numbers(x: Tensor, y: Tensor, module: nn.Module, kept: float | None) -> NormKind | None:
     """What makes `y` of `x` in the run itself: with the epsilon that the module says, or with one that shows."""
     if kept is not None:
-        for centered, offset in itertools.product((False, True), (0.0, 1.0) if weight is not None else (0.0,)):
-            around = x.double() - x.double().mean(-1, keepdim=True) if centered else x.double()
-            expected = around * (around.pow(2).mean(-1, keepdim=True) + kept).rsqrt()
-            expected = expected if weight is None else expected * (weight.detach().double() + offset)
-            expected = expected if bias is None else expected + bias.detach().double()
-            if agree(expected, y, x):
-                return NormKind("layer" if centered else "rms", offset)
-        return None
-    found = recognise_norm(x, y, weight, bias, tolerance=tolerance(x))
+        tried = (kind for kind in norms_to_try(module, kept) if agree(kind.of(x.double(), module), y, x))
+        return next((replace(kind, eps=None) for kind in tried), None)
+    found = recognise_norm(x, y, module, tolerance=tolerance(x))
     return None if found is None else _kind(found, kept)
 
 

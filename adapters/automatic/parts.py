@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from adapters.automatic.norms import relative
-from adapters.automatic.stream import Sum, Term, Value
+from adapters.automatic.stream import Addend, Sum, Value
 from adapters.inputs import argument_names
 from adapters.mixers import axes_of
 from adapters.norms import OPAQUE_NORM, Norm, NormKind
@@ -80,19 +80,19 @@ class Parts:
         """The parts of a sum, in its terms' order."""
         return [self._part(term, *self._read_in(term, total)) for term in total.terms]
 
-    def _read_in(self, term: Term, total: Sum) -> tuple[Sum, int]:
+    def _read_in(self, term: Addend, total: Sum) -> tuple[Sum, int]:
         """The sum in whose time a term is made, and the time from which on its part runs."""
         made = term.value.made[0][0]
         within = next((each for each in self.sums if each.start < made.end <= each.end), total)
         terms = [each.value.made[0][0].end for other in self.sums for each in other.terms]
         return within, max((end for end in terms if within.start < end < made.end), default=within.start)
 
-    def reads(self, term: Term, total: Sum) -> int | None:
+    def reads(self, term: Addend, total: Sum) -> int | None:
         """Which of the block's streams the part of a term reads, where it is made before the sum begins."""
         within = self._read_in(term, total)[0]
         return None if within is total else self.sums.index(within)
 
-    def _part(self, term: Term, total: Sum, start: int) -> FoundPart:
+    def _part(self, term: Addend, total: Sum, start: int) -> FoundPart:
         producer = term.value.made[0][0]
         out = self._outermost(term.value, total.end)
         post = None

@@ -42,7 +42,7 @@ class Value:
 
 
 @dataclass(frozen=True, eq=False)
-class Term:
+class Addend:
     """What is added to the stream: a value, and what it goes through before."""
 
     value: Value
@@ -82,7 +82,7 @@ class Sum:
 
     before: Value
     after: Value
-    terms: tuple[Term, ...]
+    terms: tuple[Addend, ...]
     start: int
     end: int
     norm: ModuleCall | None = None
@@ -236,7 +236,7 @@ class Sums:
                 left = transformed(on_stream, x, block) + transformed(on_added, v, block) - y
             if bool((left.abs() <= self.close * y.abs().max()).all()):
                 sum_module = next((call for call, _ in after.made if call.reads(value.mark)), None)
-                return Sum(before, after, (Term(value, on_added),), start, end, None, on_stream, sum_module)
+                return Sum(before, after, (Addend(value, on_added),), start, end, None, on_stream, sum_module)
         return None
 
     def _without_residual(self, before: Value, after: Value, start: int, end: int) -> Sum | None:
@@ -248,7 +248,9 @@ class Sums:
         """What modules put out between two times, but for what is known to be a stream."""
         return [v for v in self.outputs if start < v.made[0][0].end <= end and v not in known]
 
-    def explain(self, difference: Tensor, start: int, end: int, known: Sequence[Value] = ()) -> tuple[Term, ...] | None:
+    def explain(
+        self, difference: Tensor, start: int, end: int, known: Sequence[Value] = ()
+    ) -> tuple[Addend, ...] | None:
         """What modules put out between two times whose sum, each with a factor, is a difference of streams."""
         square = float(difference @ difference)
         candidates = self._candidates(start, end, known)
@@ -264,7 +266,7 @@ class Sums:
             rest = difference - torch.stack([candidates[i].x * w for i, w in weights.items()]).sum(0)
             return float(rest @ rest)
 
-        def terms(weights: dict[int, float]) -> tuple[Term, ...]:
+        def terms(weights: dict[int, float]) -> tuple[Addend, ...]:
             made = sorted(weights, key=lambda i: candidates[i].made[0][0].end)
             return tuple(self._scaled(candidates[i], times(weights[i])) for i in made)
 
@@ -274,19 +276,19 @@ class Sums:
                 return terms({i: rounded(weight) for i, weight in weights.items()})
         return self._with_parameter(difference, candidates)
 
-    def _scaled(self, value: Value, transform: Chain) -> Term:
+    def _scaled(self, value: Value, transform: Chain) -> Addend:
         """A term, or what it is made of by a parameter that each column is multiplied with (LayerScale)."""
         call, y = value.made[0][0], value.x.view(-1, self.width)
         if not call.is_leaf or any(p.ndim > 1 for p in call.module.parameters()):
-            return Term(value, transform)
+            return Addend(value, transform)
         for before in self._candidates(self.block.start, call.start, [self.x, self.y]):
             x = before.x.view(-1, self.width)
             weight = (x * y).sum(0) / (x * x).sum(0).clamp_min(1e-30)
             if agree(weight * x, y, each=True) and (name := parameter_of(self.block.module, weight, FITTED)):
-                return Term(before, (Affine(weight=name), *transform))
-        return Term(value, transform)
+                return Addend(before, (Affine(weight=name), *transform))
+        return Addend(value, transform)
 
-    def _with_parameter(self, difference: Tensor, candidates: Sequence[Value]) -> tuple[Term, ...] | None:
+    def _with_parameter(self, difference: Tensor, candidates: Sequence[Value]) -> tuple[Addend, ...] | None:
         """One value, and a parameter of the block that is added to it at every position."""
         close = self.close * float(difference.abs().max())
         for value in candidates:
@@ -294,7 +296,7 @@ class Sums:
             if bool(((rows - rows[0]).abs() <= close).all()):
                 name = parameter_of(self.block.module, rows.mean(0), close)
                 if name is not None:
-                    return (Term(value, (Affine(plus=name),)),)
+                    return (Addend(value, (Affine(plus=name),)),)
         return None
 
 
@@ -529,7 +531,7 @@ class Mixed:
                     if mix and state.seen > call.end and (value := self._written(now, state, mix)):
                         before = self.values[call.element(mix.read).mark]
                         ends = Value(state.x.flatten(), state.mark, seen=state.seen)
-                        return Sum(before, ends, (Term(value),), call.end, state.seen, mix=mix), state
+                        return Sum(before, ends, (Addend(value),), call.end, state.seen, mix=mix), state
         return None
 
     def _mix(self, call: ModuleCall) -> FoundMix | None:

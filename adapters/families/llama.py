@@ -11,6 +11,7 @@ from adapters.attention import Attention, Projection
 from adapters.config import first
 from adapters.families.shapes.llama import (
     ATTENTION,
+    FEED_FORWARD,
     HEADS_FIRST,
     NORMED_ATTENTION,
     fused_gate,
@@ -22,6 +23,7 @@ from adapters.norms import LAYER_NORM, NormKind
 from adapters.registry import only
 from adapters.views import columns, interleaved
 
+__all__ = ["ATTENTION", "FEED_FORWARD", "UNGATED", "arcee", "llama", "llama_like"]
 #: Llama's MLP without a gate.
 UNGATED = MLP("mlp", up=Projection("up_proj"), down="down_proj")
 _SAME_SHAPE = ("Cwm", "Llama", "Ministral", "Ministral3", "Mistral", "SeedOss", "SmolLM3")

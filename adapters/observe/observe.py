@@ -1,8 +1,31 @@
-"""The recorder: what entered and left modules in a run, its softmaxes, and the graph between them."""
+"""Recording: what entered and left every module in one run, its softmaxes, and the graph between them.
+
+**In**: a model and its inputs.
+
+**Out**: a `Recording`: each `ModuleCall` in order of time, with the tensors that crossed its border; each `Softmax`,
+with the scores and the queries and keys that met before it; when a choice (a top-k) was made. Inference reads it, and
+proofs read the calls alone.
+
+**How**:
+
+1. `CallRecorder` puts a hook before and behind each module, which notes what enters and leaves. A clock that ticks at
+   every border says what ran inside of what, and before what.
+2. `record` keeps the graph, too: a tensor at a border is kept with its numbers, and with its `mark`, a few bytes that
+   are the same for all tensors of the same numbers, so that who reads what can be looked up.
+3. `AttentionRecorder` sees torch's own functions. It records softmaxes, those by hand included (`SoftmaxByHand`),
+   computes fused attention in full (`scores_of`, `pattern_of`, `result_of`), and lets the pattern out as a constant: so
+   the gradient of `z` reaches the values alone.
+4. Version counters tell what the model has written over since: such a place is declared to be copied.
+
+**It refuses** (`NotFound`) a model that does not run on what it is given, or exchanges its modules in every run. Hooks
+and modes are gone after the run, and after an error.
+
+**It does not know** what a module is for. Nothing here goes by a name, a class or a declaration.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,10 +35,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedConfig
-from transformers.activations import ACT2FN
 
-from adapters.imports import clamp_of
+from adapters.attention import pattern_of, per_head, result_of, scores_of
 from adapters.inputs import argument_names
 from adapters.points import Site, is_inside, token_embedding
 from adapters.spread import Alike, Cut, Layout, SpreadModelError
@@ -434,7 +455,7 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {words}"[:300] if words else type(error).__name__
 
 
-class Recorder:
+class CallRecorder:
     """Records the calls of modules inside a ``with`` statement.
 
     Args:
@@ -513,35 +534,121 @@ class Recorder:
 
 
 class Watch(TorchFunctionMode):
+    """Sees the torch functions that modules call while it is active."""
+
+    #: The functions that `call` does something about; None: it is asked about all.
+    looked_at: Collection[Callable[..., Any]] | None = None
+
+    @property
+    def in_user_function(self) -> bool:
+        """Whether a user's function is being called: what it computes is not the model's."""
+        return False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        if func is Tensor.unflatten:  # torch.compile cannot call this one as a function
+            return args[0].unflatten(*args[1:], **kwargs)
+        if (self.looked_at is not None and func not in self.looked_at) or self.in_user_function:
+            return func(*args, **kwargs)
+        return self.call(func, args, kwargs)
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a function of the module's, or does something else in its place."""
+        raise NotImplementedError
+
+
+#: What attention is recognised by: all other functions of a module go by.
+_OF_ATTENTION: set[Any] = {scaled_dot_product_attention, *SOFTMAXES, *PRODUCTS, FLAT_PRODUCT, *STEPS}
+
+
+class SeesAttention(Watch):
+    """Recognises attention among the torch functions that a module calls: its kernel, its product, its softmax."""
+
+    looked_at: Collection[Callable[..., Any]] | None = _OF_ATTENTION
+
+    #: What follows a softmax by hand, while one is under way.
+    by_hand: SoftmaxByHand | None = None
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a function of the module's: what is attention is told to the methods below."""
+        if func is scaled_dot_product_attention:
+            return self.scaled_dot_product(func, KernelArguments(*args, **kwargs))
+        if func in SOFTMAXES:
+            return self.softmax(func, args, kwargs)
+        if may_be_step(func, args) and self.follows_steps:
+            self.by_hand = self.by_hand or SoftmaxByHand()
+            return self.by_hand.step(func, args, kwargs, self.begins, self.ends)
+        if func in PRODUCTS and len(args) == 2 and all(isinstance(x, Tensor) and x.ndim == 4 for x in args):
+            query, key = args[0], args[1].transpose(-1, -2)
+            new = self.product(query, key)
+            if new[0] is query and new[1] is key:
+                return func(*args, **kwargs)
+            return func(new[0], new[1].transpose(-1, -2), **kwargs)
+        if func is FLAT_PRODUCT and len(args) == 3 and (apart := self.flat_heads(args[1])) is not None:
+            query, key = args[1].unflatten(0, apart), args[2].transpose(-1, -2).unflatten(0, apart)
+            new = self.product(query, key)
+            if new[0] is query and new[1] is key:
+                return func(*args, **kwargs)
+            return func(args[0], new[0].flatten(0, 1), new[1].transpose(-1, -2).flatten(0, 1), **kwargs)
+        return func(*args, **kwargs)
+
+    @property
+    def follows_steps(self) -> bool:
+        """Whether it looks for a softmax by hand now."""
+        return True
+
+    def scaled_dot_product(self, kernel: Callable[..., Tensor], given: KernelArguments) -> Tensor:
+        """What a call of `scaled_dot_product_attention` returns, by this kernel."""
+        raise NotImplementedError
+
+    def softmax(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call of a softmax returns."""
+        raise NotImplementedError
+
+    def begins(self, scores: Tensor) -> Tensor:
+        """What the model goes on with, where a softmax by hand was given scores."""
+        return scores
+
+    def ends(self, scores: Tensor, pattern: Tensor) -> Tensor:
+        """What it goes on with, where a softmax by hand has made the pattern."""
+        raise NotImplementedError
+
+    def product(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """The queries and keys, ``[batch, head, pos, d_head]``, that are multiplied: these, or others."""
+        raise NotImplementedError
+
+    def flat_heads(self, query: Tensor) -> tuple[int, int] | None:
+        """How many batches and heads an axis of both holds (-1: the rest); None: it holds none."""
+        raise NotImplementedError
+
+
+class AttentionRecorder(SeesAttention):
     """Records the softmaxes of a run. What leaves one is detached: its pattern then is a constant of what follows.
 
     Args:
         recorder: records the run.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    looked_at = None  # those that choose are noted too
+
+    def __init__(self, recorder: CallRecorder) -> None:
         super().__init__()
         self.recorder, self.recording = recorder, recorder.recording
         self.products: list[tuple[Tensor, Tensor]] = []
-        self._by_hand = SoftmaxByHand()
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is scaled_dot_product_attention:
-            return self._attention(KernelArguments(*args, **kwargs))
-        if may_be_step(func, args):
-            return self._by_hand.step(func, args, kwargs, lambda scores: scores, self._ended)
-        if func in PRODUCTS and len(args) == 2 and all(isinstance(x, Tensor) and x.ndim == 4 for x in args):
-            self.products.append((args[0], args[1].transpose(-1, -2)))
-        elif func is FLAT_PRODUCT and len(args) == 3 and args[1].shape[0] % self.recording.batch == 0:
-            rows = (self.recording.batch, -1)  # the heads stand in the batch
-            self.products.append((args[1].unflatten(0, rows), args[2].transpose(-1, -2).unflatten(0, rows)))
-        out = func(*args, **kwargs)
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As `SeesAttention` does, and notes when the best of something are chosen."""
+        made = super().call(func, args, kwargs)
         if func in CHOICES:
             self.recording.choices.append(self.recorder.tick())
-        if func not in SOFTMAXES or not isinstance(out, Tensor):
+        return made
+
+    def softmax(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Records it."""
+        out = func(*args, **kwargs)
+        if not isinstance(out, Tensor):
             return out
         scores = args[0] if args else kwargs["input"]
         self._add(scores, out, self.products if out.ndim > 1 else [], fused=False)
@@ -549,10 +656,19 @@ class Watch(TorchFunctionMode):
             self.products = []
         return out.detach() if out.ndim > 2 else out
 
-    def _ended(self, scores: Tensor, pattern: Tensor) -> Tensor:
+    def product(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Keeps them for the softmax that follows."""
+        self.products.append((query, key))
+        return query, key
+
+    def flat_heads(self, query: Tensor) -> tuple[int, int] | None:
+        """The heads stand in the batch, where it can be one."""
+        return None if query.shape[0] % self.recording.batch else (self.recording.batch, -1)
+
+    def ends(self, scores: Tensor, pattern: Tensor) -> Tensor:
         """A softmax by hand has ended."""
         self._add(scores, pattern, self.products, fused=False)
-        self.products, self._by_hand = [], SoftmaxByHand()
+        self.products, self.by_hand = [], None
         return pattern.detach()
 
     def _add(self, scores: Tensor, pattern: Tensor, products: list[tuple[Tensor, Tensor]], *, fused: bool) -> None:
@@ -563,24 +679,18 @@ class Watch(TorchFunctionMode):
         path, time = running[-1].path if running else "", self.recorder.tick()
         self.recording.softmaxes.append(Softmax(time, path, scores, pattern.detach().clone(), query, key, fused))
 
-    def _attention(self, given: KernelArguments) -> Tensor:
-        """What the kernel computes, in full."""
+    def scaled_dot_product(self, kernel: Callable[..., Tensor], given: KernelArguments) -> Tensor:
+        """Computes in full what the kernel would."""
         query, key, value, attn_mask, _, is_causal, scale, _ = given
-        if key.shape[1] != query.shape[1]:
-            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-        scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
         if is_causal:
-            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            scores = scores.masked_fill(~attn_mask, torch.finfo(scores.dtype).min)
-        elif attn_mask is not None:
-            scores = scores + attn_mask
-        pattern = scores.float().softmax(-1).to(scores.dtype)
-        self._add(scores, pattern, [(query, key)], fused=True)
-        return pattern.detach() @ value
+            attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        scores = scores_of(query, key, query.shape[-1] ** -0.5 if scale is None else scale, mask=attn_mask)
+        pattern = pattern_of(scores)
+        self._add(scores, pattern, [(query, per_head(key, query.shape[1]))], fused=True)
+        return result_of(pattern.detach(), value)
 
 
-class _GraphRecorder(Recorder):
+class _GraphRecorder(CallRecorder):
     """Records what passes the borders of modules with the graph between them, and what is written over there."""
 
     def __init__(self, model: nn.Module, recording: Recording) -> None:
@@ -637,7 +747,7 @@ def _recorded(model: nn.Module, inputs: Mapping[str, Tensor]) -> Recording:
     recording = Recording(*(next(iter(inputs.values())).shape[0], -1) if tokens is None else tokens.shape)
     recording.lengths = tuple(x.shape[1] for name, x in inputs.items() if name in ("input_ids", "decoder_input_ids"))
     recorder = _GraphRecorder(model, recording)
-    with torch.enable_grad(), recorder, Watch(recorder):
+    with torch.enable_grad(), recorder, AttentionRecorder(recorder):
         try:
             model(**inputs)
         except WRONG as error:
@@ -668,28 +778,3 @@ def _seen(key: int | None, x: Any) -> BorderTensor | None:
         return None
     value = x.detach().clone()
     return BorderTensor(key, x, value, mark(value))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What activation functions compute, by the names that configurations have for them.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def function_of(act_fn: str | None) -> Callable[[Tensor], Tensor] | None:
-    """What an activation function computes, by `cfg.act_fn`; None for a name that nobody knows."""
-    if act_fn in ("solu", "solu_ln"):
-        return lambda x: x * x.softmax(-1)
-    # It makes the function when it is asked with brackets, and only then.
-    return None if act_fn is None or act_fn not in ACT2FN else ACT2FN[act_fn]
-
-
-def product(act_fn: str | None, pre: Tensor, linear: Tensor | None, config: PreTrainedConfig) -> Tensor | None:
-    """What an activation function makes of what enters it and the other projection; None for an unknown name."""
-    if act_fn == "clamped_swiglu" and linear is not None:
-        limit, alpha = clamp_of(config)
-        clamped = pre.clamp(max=limit)
-        return (linear.clamp(-limit, limit) + 1) * clamped * (alpha * clamped).sigmoid()
-    function = function_of(act_fn)
-    if function is None:
-        return None
-    return function(pre) if linear is None else function(pre) * linear

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -13,73 +13,66 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers.utils.logging import is_progress_bar_enabled
 
-
-@dataclass(frozen=True)
-class RecognisedNorm:
-    """``(x - mean) / sqrt(mean((x - mean)^2) + eps) * (weight + offset) + bias``, the mean only if it is centred.
-
-    Attributes:
-        centered: the mean is subtracted.
-        offset: what is added to the weight: 0 or 1.
-        eps: as found from the smallest input, to about one in a thousand where the input was small enough; where it
-            had no effect, None.
-    """
-
-    centered: bool
-    offset: float
-    eps: float | None
-
-    @property
-    def computes(self) -> Literal["layer", "rms"]:
-        """What it is."""
-        return "layer" if self.centered else "rms"
+from adapters.norms import NormKind
 
 
 def recognise_norm(
     x: Float[Tensor, "*batch width"],
     y: Float[Tensor, "*batch width"],
-    weight: Float[Tensor, " width"] | None = None,
-    bias: Float[Tensor, " width"] | None = None,
+    module: nn.Module | None = None,
     *,
     tolerance: float = 2e-5,
-) -> RecognisedNorm | None:
-    """Which norm makes `y` of `x`, None where none does.
+) -> NormKind | None:
+    """Which norm makes `y` of `x`, with the epsilon that the smallest row shows (0: none does); None where none does.
 
     Args:
         x, y: what entered it and what left it. Rows of different sizes, some with a mean square near epsilon, tell
             more: see `probe`.
-        weight, bias: its parameters.
+        module: whose weight and bias it has; None: it has none.
         tolerance: what values may differ by, relative to the largest of their row.
     """
     if not x.numel():  # an expert that no token was sent to
         return None
-    x, y = x.detach().double().flatten(0, -2), y.detach().double().flatten(0, -2)
-    shift = 0 if bias is None else bias.detach().double()
-    for centered in (False, True):
-        for offset in (0.0, 1.0) if weight is not None else (0.0,):
-            factor = 1.0 if weight is None else weight.detach().double() + offset
-            around = x - x.mean(-1, keepdim=True) if centered else x
-            found = _explains(around, y, factor, shift, tolerance)
-            if found is not None:
-                return RecognisedNorm(centered, offset, found if found >= 0 else None)
+    x, y = x.detach().double(), y.detach().double()
+    with torch.no_grad():
+        for kind in norms_to_try(module, 0.0):
+            eps = _epsilon(kind, x, y, module, tolerance)
+            found = None if eps is None else replace(kind, eps=eps)
+            if found and same_rows(found.of(x, module), y, tolerance):
+                return found
     return None
 
 
-def _explains(x: Tensor, y: Tensor, factor: Tensor | float, shift: Tensor | float, tolerance: float) -> float | None:
-    """Epsilon, where ``y = x / sqrt(mean(x^2) + eps) * factor + shift`` in every row; -1 where it had no effect."""
-    shaped = x * factor
-    r = ((y - shift) * shaped).sum(-1) / shaped.pow(2).sum(-1)
+def norms_to_try(module: nn.Module | None, eps: float) -> Iterator[NormKind]:
+    """The kinds of norm that a module may compute, with an epsilon."""
+    weight = None if module is None else getattr(module, "weight", None)
+    kinds: tuple[Literal["rms", "layer"], ...] = ("rms", "layer")
+    for computes in kinds:
+        for offset in (0.0,) if weight is None else (0.0, 1.0):
+            yield NormKind(computes, offset, eps)
+
+
+def same_rows(made: Tensor, seen: Tensor, tolerance: float) -> bool:
+    """Whether each row is what was seen, relative to the largest number in it."""
+    bound = 4 * tolerance * seen.abs().amax(-1, keepdim=True).clamp_min(1e-30)
+    return bool(((made - seen).abs() <= bound).all())
+
+
+def _epsilon(kind: NormKind, x: Tensor, y: Tensor, module: nn.Module | None, tolerance: float) -> float | None:
+    """The epsilon with which a norm makes `y` of the smallest row; 0 where that shows none; None where it cannot."""
+    around, nothing = kind.around(x), torch.zeros((), dtype=x.dtype, device=x.device)
+    own = nn.Identity() if module is None else module
+    bias = kind.behind(nothing, own, x.dtype)
+    shaped = kind.behind(around, own, x.dtype) - bias
+    r = (((y - bias) * shaped).sum(-1) / shaped.pow(2).sum(-1)).flatten()
     if not bool((r > 0).all()):
         return None
-    square = x.pow(2).mean(-1)
+    square = around.pow(2).mean(-1).flatten()
     smallest = square.argmin()
-    eps = float(r[smallest] ** -2 - square[smallest])
-    visible = eps > 50 * tolerance * float(square[smallest])
-    if not visible and abs(eps) > 4 * tolerance * float(square[smallest]):
-        return None
-    expected = shaped * (square + (eps if visible else 0.0)).rsqrt()[:, None] + shift
-    bound = tolerance * y.abs().amax(-1, keepdim=True).clamp_min(1e-30)
-    return (eps if visible else -1.0) if bool(((expected - y).abs() <= 4 * bound).all()) else None
+    eps, least = float(r[smallest] ** -2 - square[smallest]), float(square[smallest])
+    if eps > 50 * tolerance * least:
+        return eps
+    return 0.0 if abs(eps) <= 4 * tolerance * least else None
 
 
 def probe(
@@ -97,16 +90,10 @@ def probe(
     return (rows * torch.tensor(sizes, dtype=torch.float64)[:, None]).to(like)
 
 
-def recognise_module(
-    module: nn.Module,
-    width: int,
-    like: Tensor,
-    *,
-    weight: Float[Tensor, " width"] | None = None,
-    bias: Float[Tensor, " width"] | None = None,
-    tolerance: float = 2e-5,
-) -> RecognisedNorm | None:
-    """Which norm a module computes, from its own forward on rows that tell them apart; None where it is none.
+def probed(
+    module: nn.Module, width: int, like: Tensor
+) -> tuple[Float[Tensor, "*any width"], Float[Tensor, "*any width"]] | None:
+    """Rows that tell norms apart, and what a module's own forward makes of them; None where it makes no such rows.
 
     A weight of ones, or of zeros, is no obstacle: it is where weight and ``1 + weight`` differ most.
 
@@ -114,15 +101,25 @@ def recognise_module(
         module: it is called through `forward`: no hook sees it.
         width: of what it norms.
         like: a tensor as it is given in a run: of that type, and with as many axes.
-        weight, bias, tolerance: as for `recognise_norm`.
     """
-    x = probe(width, like)
-    x = x.reshape(*(1 for _ in range(like.ndim - 2)), *x.shape)
+    x, weight = probe(width, like), getattr(module, "weight", None)
+    heads = tuple(weight.shape[:-1]) if isinstance(weight, Tensor) else ()  # each may have a weight of its own
+    ones = (1,) * max(like.ndim - 2 - len(heads), 0)
+    x = x.reshape(*ones, len(x), *(1 for _ in heads), width).expand(*ones, len(x), *heads, width)
     with torch.no_grad():
         y = module.forward(x)
-    if not isinstance(y, Tensor) or y.shape != x.shape or not y.is_floating_point():
-        return None
-    return recognise_norm(x, y, weight, bias, tolerance=tolerance)
+    return (x, y) if isinstance(y, Tensor) and y.shape == x.shape and y.is_floating_point() else None
+
+
+def recognise_module(module: nn.Module, width: int, like: Tensor, *, tolerance: float = 2e-5) -> NormKind | None:
+    """Which norm a module computes, from its own forward on rows that tell them apart; None where it is none.
+
+    Args:
+        module, width, like: as for `probed`.
+        tolerance: as for `recognise_norm`.
+    """
+    found = probed(module, width, like)
+    return None if found is None else recognise_norm(*found, module, tolerance=tolerance)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -151,8 +148,8 @@ def recognise_module(
 # | `FITTED` | 1 | 0 | 0 | 0 | 0 | 0 | 2 | 4 |
 # | `NEGLIGIBLE` | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 14 |
 # | `_PARALLEL` (`stream.py`) | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0 |
-# | `_FAR_BELOW` (`measured.py`) | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0 |
-# | `_BEYOND_CHANCE` (`embedding.py`) | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0 |
+# | `_FAR_BELOW` (`facts.py`) | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0 |
+# | `_BEYOND_CHANCE` (`ends.py`) | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0 |
 # ----------------------------------------------------------------------------------------------------------------------
 
 

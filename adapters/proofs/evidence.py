@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from adapters.architecture import Architecture, NamedStep, Stack
 from adapters.config import ModelConfig, config_of
 from adapters.inputs import Given, accepted_by, arguments_of, split, with_required_inputs
-from adapters.observe.observe import WRONG, Calls, ModuleCall, Recorder, one_line
+from adapters.observe.observe import WRONG, CallRecorder, Calls, ModuleCall, one_line
 from adapters.points import (
     Point,
     base_path,
@@ -46,7 +46,7 @@ class Check:
 
 @dataclass
 class Report:
-    """What `verify` found.
+    """What `verify` found: for each claim of a declaration whether it holds.
 
     Attributes:
         model: the model's name.
@@ -466,7 +466,7 @@ def randomized_run(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> E
         return new.to(x)
 
     hooks: list[NamedHook] = [(names, look)]
-    with torch.no_grad(), Recorder(bridge.original_model.named_modules(), layout=bridge.layout) as recording:
+    with torch.no_grad(), CallRecorder(bridge.original_model.named_modules(), layout=bridge.layout) as recording:
         output = bridge.run_with_hooks(tokens, fwd_hooks=hooks, **more)
     evidence.raw = add_numbered(recording.by_path, bridge)
     evidence.output = output if isinstance(output, Tensor) else None
@@ -517,7 +517,7 @@ def with_graph(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> Evide
     with ExitStack() as cuts, torch.enable_grad():
         for path in plain:
             cuts.enter_context(model.get_submodule(path).register_forward_pre_hook(cut, with_kwargs=True))
-        recording = cuts.enter_context(Recorder(wanted, copies=False, layout=bridge.layout))
+        recording = cuts.enter_context(CallRecorder(wanted, copies=False, layout=bridge.layout))
         bridge.run_with_hooks(tokens, fwd_hooks=hooks, **more, **few_logits(bridge, scores))
     evidence.calls = add_numbered(recording.by_path, bridge)
     return evidence

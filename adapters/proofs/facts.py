@@ -15,7 +15,7 @@ from adapters.config import config_of, forms_of
 from adapters.feed_forward import MLP, MoE, keeps_experts
 from adapters.inputs import arguments_of, takes
 from adapters.mixers import Mixer
-from adapters.observe.observe import Calls, Recorder, Recording, Watch
+from adapters.observe.observe import AttentionRecorder, CallRecorder, Calls, Recording
 from adapters.observe.recognised import recognise_norm
 from adapters.points import INFER, has_module, is_inside, join, module_at, module_path
 from adapters.proofs.evidence import Check, Evidence, Findings, LayerStep, add_numbered, like
@@ -205,7 +205,7 @@ def _positions(evidence: Evidence, findings: Findings) -> None:
         and getattr(config, "pad_token_id", None) is not None
     ):  # see what its labels become
         path = join(evidence.base, architecture.token_embeddings)
-        with torch.no_grad(), Recorder([(path, model.get_submodule(path))]) as recording:
+        with torch.no_grad(), CallRecorder([(path, model.get_submodule(path))]) as recording:
             evidence.bridge.core(**arguments_of(evidence.bridge.core, evidence.tokens[:1], {"labels": labels}))
         given = recording.of(path)[0].input
         seen = -1 if given is None else int(given[0, 0])
@@ -229,8 +229,8 @@ THERE = "what the declaration names is there"
 def _plain_run(evidence: Evidence) -> tuple[Calls, Counter[str]]:
     """A run without hook points: the calls of all modules, and how many softmaxes each computed itself."""
     recording = Recording(*evidence.tokens.shape[:2])
-    recorder = Recorder(evidence.bridge.original_model.named_modules(), recording, layout=evidence.bridge.layout)
-    with torch.no_grad(), recorder, Watch(recorder):
+    recorder = CallRecorder(evidence.bridge.original_model.named_modules(), recording, layout=evidence.bridge.layout)
+    with torch.no_grad(), recorder, AttentionRecorder(recorder):
         evidence.bridge.core(**evidence.arguments)  # not what compiles it
     return add_numbered(recording.by_path, evidence.bridge), Counter(each.path for each in recording.softmaxes)
 

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from adapters.architecture import Step
-from adapters.attention import GATE_FUNCTIONS, Attention
+from adapters.attention import Attention
 from adapters.config import config_of
-from adapters.feed_forward import (
-    MLP,
-    MoE,
-    are_modules,
-    expert_bias,
-    expert_weight,
-    has_bias,
-    router_matrix,
-    sparsemixer_topk,
-)
-from adapters.linear import materialized
-from adapters.norms import Norm, NormKind, NormScale, apply_weight_and_bias
-from adapters.observe.observe import product
-from adapters.observe.recognised import probe, recognise_module, results_by_token, weights_in_sum
+from adapters.feed_forward import MLP, MoE, activated, are_modules, router_matrix, sent_to
+from adapters.norms import Norm, NormKind, NormScale
+from adapters.observe.recognised import probed, recognise_module, results_by_token, same_rows, weights_in_sum
 from adapters.points import join, module_at
 from adapters.proofs.evidence import Evidence, Findings, Hook, LayerStep, like
-from adapters.views import Call, Composed, View
+from adapters.views import Composed, View
 
 GATED = "act(pre) = post, with a gate act(pre) * pre_linear = post"
 CHOICE = "experts are chosen and weighted as declared, and their weighted results are what a mixture returns"
@@ -47,12 +38,14 @@ def prove_feed_forward(evidence: Evidence, findings: Findings) -> None:
             _mlp(evidence, findings, place.part, part, place.module)
         elif isinstance(part, MoE):
             if part.shared:
-                _mlp(evidence, findings, f"{place.part}shared_expert.", part.shared)
+                _mlp(
+                    evidence, findings, f"{place.part}shared_expert.", part.shared, join(place.module, part.shared.path)
+                )
             _experts(evidence, findings, place)
             _Mixture(evidence, findings, place, part, place.named.step).prove()
 
 
-def _mlp(evidence: Evidence, findings: Findings, prefix: str, part: MLP, module: str = "") -> None:
+def _mlp(evidence: Evidence, findings: Findings, prefix: str, part: MLP, module: str) -> None:
     pre, linear = evidence.get(f"{prefix}hook_pre"), evidence.get(f"{prefix}hook_pre_linear")
     post = evidence.get(f"{prefix}{'hook_mid' if part.ln else 'hook_post'}")
     if pre is None or post is None or (part.gate is None and part.given is None) != (linear is None):
@@ -61,21 +54,21 @@ def _mlp(evidence: Evidence, findings: Findings, prefix: str, part: MLP, module:
     if part.ln is not None:
         normed = evidence.made(module, part.ln.path)
         findings.equal(GATED, f"{prefix}hook_post", evidence.get(f"{prefix}hook_post"), normed)
-    if part.activation is not None:
-        function = module_at(evidence.bridge.original_model, join(module, part.activation))
-        made = function.forward(pre)
-        findings.equal(GATED, f"{prefix}hook_post", post, made if linear is None else made * linear)
-        return
-    _post(evidence, findings, f"{prefix}hook_post", pre, linear, post)
+    own, act_fn = module_at(evidence.bridge.original_model, module), evidence.bridge.cfg.act_fn
+    _post(evidence, findings, f"{prefix}hook_post", part.neurons(pre, linear, own, act_fn, _config(evidence)), post)
 
 
-def _post(evidence: Evidence, findings: Findings, at: str, pre: Tensor, linear: Tensor | None, post: Tensor) -> None:
-    act_fn = evidence.bridge.cfg.act_fn
-    expected = product(act_fn, pre, linear, config_of(evidence.bridge.core).get_text_config())
+def _post(evidence: Evidence, findings: Findings, at: str, expected: Tensor | None, post: Tensor) -> None:
     if expected is None:
-        findings.holds(GATED, at, False, f"act_fn={act_fn!r} is no function that is known")
+        act_fn = evidence.bridge.cfg.act_fn
+        cure = "say config_values={'act_fn': ...}, or MLP.activation"
+        findings.holds(GATED, at, False, f"act_fn={act_fn!r} is no function that is known: {cure}")
     else:
         findings.equal(GATED, at, post, expected)
+
+
+def _config(evidence: Evidence) -> PreTrainedConfig:
+    return config_of(evidence.bridge.core).get_text_config()
 
 
 def _experts(evidence: Evidence, findings: Findings, place: LayerStep) -> None:
@@ -86,7 +79,8 @@ def _experts(evidence: Evidence, findings: Findings, place: LayerStep) -> None:
         if pre is not None and post is not None and len(post):
             used += 1
             entered, linear = (pre, None) if gate is None else (gate, pre)
-            _post(evidence, findings, f"{prefix}hook_post", entered, linear, post)
+            made = activated(evidence.bridge.cfg.act_fn, entered, linear, _config(evidence))
+            _post(evidence, findings, f"{prefix}hook_post", made, post)
     findings.holds(GATED, f"{place.part}experts", used > 0, "no expert ran")
 
 
@@ -115,14 +109,14 @@ class _Mixture:
             self._of_modules(held, tokens.double(), wide)
             return
         assert weights is not None and top is not None and chosen is not None
+        self._of_one_module(wide, weights, top, chosen)
         if self.part.in_batches:
-            self._in_batches(wide, weights, chosen, tokens)
-        elif self.part.chosen_by == "in turn":
-            self._in_turn(wide, weights, top, chosen)
-        elif self.part.chosen_by == "scores":
-            self._by_scores(wide, weights, top, chosen)
-        else:
-            self._by_softmax(wide, weights, top, chosen)
+            for e in range(weights.shape[-1]):
+                entered = self.evidence.get(f"{at}experts.{e}.hook_in")
+                self.findings.equal(CHOICE, f"{at}experts.{e}.hook_in", entered, tokens * weights[:, e, None])
+            everyone = torch.arange(weights.shape[-1], device=weights.device).expand_as(weights)
+            top, chosen = torch.ones_like(weights), everyone  # what an expert is given is weighted already
+        self._total(top, chosen)
 
     def _routes(self, router: nn.Module, tokens: Tensor, logits: Tensor) -> None:
         """The router's matrix makes the logits of the tokens."""
@@ -133,23 +127,28 @@ class _Mixture:
         else:
             self.findings.inconclusive(CHOICE, f"{at}: the router has no matrix")
 
-    def _by_softmax(self, logits: Tensor, weights: Tensor, top: Tensor, chosen: Tensor) -> None:
-        """The weights are a softmax over all logits, of which the largest are chosen, or over those of the chosen."""
-        at = self.place.part
-        if self.part.chosen_by.endswith("probabilities"):
-            expected = logits.softmax(-1)
-        else:
-            expected = torch.zeros_like(logits)
-            expected.scatter_(-1, chosen.long(), logits.gather(-1, chosen.long()).softmax(-1))
-        self.findings.equal(CHOICE, f"{at}hook_expert_weights", weights, expected.to(weights.dtype), 1.0)
-        best = expected.topk(chosen.shape[-1]).indices.sort(-1).values
-        same = self.part.chosen_by.startswith("corrected") or bool((best == chosen.long().sort(-1).values).all())
-        self.findings.holds(CHOICE, f"{at}hook_expert_indices", same, "they are not those of the largest weights")
-        share = weights.double().gather(-1, chosen.long())
-        normed = share / share.sum(-1, keepdim=True)
-        seen = top.double() / top.double().sum(-1, keepdim=True)
-        self.findings.equal(CHOICE, f"{at}hook_topk_weights", seen, normed, 1.0)
-        self._total(top, chosen)
+    def _of_one_module(self, logits: Tensor, weights: Tensor, top: Tensor, chosen: Tensor) -> None:
+        """The experts are those of the largest logits, and weighted as the mixture weights them."""
+        at, part, findings, n = self.place.part, self.part, self.findings, chosen.shape[-1]
+        sent, by = sent_to(chosen, logits.shape[-1]), part.chosen_by
+        same = part.may_correct or torch.equal(part.best(logits, n), sent)
+        findings.holds(CHOICE, f"{at}hook_expert_indices", same, "they are not those of the largest logits")
+        shares = part.shares(logits, sent)
+        expected = logits.softmax(-1) if by.endswith("probabilities") else shares
+        if by == "scores" and not part.in_batches:  # they are told up to a number for each token
+            expected = expected / expected.sum(-1, keepdim=True) * weights.double().sum(-1, keepdim=True)
+            if n == 1:
+                findings.inconclusive(CHOICE, f"{at}: one expert is chosen, and its weight is in no ratio")
+        if part.in_batches:
+            wrong = f"chosen_by={by!r}, and the weights are those of each logit alone"
+            findings.holds(CHOICE, at, by == "scores", wrong)
+        if by == "in turn" and bool((shares.gather(-1, chosen.long()) == 1).all()):
+            findings.inconclusive(CHOICE, f"{at}: no other expert came within the margin of a chosen one")
+        findings.equal(CHOICE, f"{at}hook_expert_weights", weights, expected.to(weights.dtype), 1.0)
+        share, seen = weights.double().gather(-1, chosen.long()), top.double()
+        if by != "scores" and by != "in turn":  # whether those of the chosen sum to one is seen in the sum of results
+            share, seen = share / share.sum(-1, keepdim=True), seen / seen.sum(-1, keepdim=True)
+        findings.equal(CHOICE, f"{at}hook_topk_weights", seen, share, 1.0)
 
     def _of_modules(self, experts: nn.Module, tokens: Tensor, logits: Tensor) -> None:
         """Each expert is a module of a list: the rows that it is given say which tokens it was sent."""
@@ -159,7 +158,7 @@ class _Mixture:
             rows, post = (self.evidence.get(f"{at}experts.{e}.hook_{name}") for name in ("in", "post"))
             given.append([])
             if rows is not None and post is not None:
-                given[-1].append((rows, self._out(experts, e, post)))
+                given[-1].append((rows, self.part.made_by(experts, e, post.double())))
         results, sent = results_by_token(tokens, given)
         added = self._added()
         if added is None:
@@ -173,15 +172,15 @@ class _Mixture:
         if used is None:
             return
         weights, top, chosen = map(self.get, ("expert_weights", "topk_weights", "expert_indices"))
-        share = (logits.sigmoid() if self.part.chosen_by == "scores" else logits.softmax(-1)) * sent
+        share = self.part.shares(logits, sent)
         share = share / share.sum(-1, keepdim=True)
         seen = used / used.sum(-1, keepdim=True)
         self.findings.equal(CHOICE, f"{at}(weights)", seen.to(added.dtype), share.to(added.dtype), 1.0)
         if self.part.chosen_by in ("probabilities", "logits"):
-            best = torch.zeros_like(sent).scatter(-1, logits.topk(int(sent.sum(-1).max())).indices, True)
+            best = self.part.best(logits, int(sent.sum(-1).max()))
             self.findings.holds(CHOICE, at, torch.equal(best, sent), "experts are not those of the largest logits")
         if chosen is not None:
-            same = torch.equal(torch.zeros_like(sent).scatter(-1, chosen.long(), True), sent)
+            same = torch.equal(sent_to(chosen, sent.shape[-1]), sent)
             self.findings.holds(CHOICE, f"{at}hook_expert_indices", same, "its tokens are sent to other experts")
         if top is not None and chosen is not None:
             expected = used.gather(-1, chosen.long()) / self.part.factor
@@ -193,56 +192,6 @@ class _Mixture:
             of_all = self.part.chosen_by.endswith("probabilities")
             expected = logits.softmax(-1) if of_all else used * sent / self.part.factor
             self.findings.equal(CHOICE, f"{at}hook_expert_weights", weights, expected.to(weights.dtype), 1.0)
-
-    def _out(self, experts: nn.Module, e: int, post: Tensor) -> Tensor:
-        """What an expert makes of its neurons."""
-        made = post.double() @ expert_weight(experts, e, "W_out", self.part.layers).detach().double().T
-        if not has_bias(experts, "W_out", self.part.layers):
-            return made
-        return made + expert_bias(experts, e, "W_out", self.part.layers).detach().double()
-
-    def _by_scores(self, logits: Tensor, weights: Tensor, top: Tensor, chosen: Tensor) -> None:
-        """The weights of the chosen are in the ratios of their logits' sigmoids; the others have none."""
-        at = self.place.part
-        scores = torch.zeros_like(logits).scatter(-1, chosen.long(), logits.sigmoid().gather(-1, chosen.long()))
-        expected = scores / scores.sum(-1, keepdim=True) * weights.double().sum(-1, keepdim=True)
-        self.findings.equal(CHOICE, f"{at}hook_expert_weights", weights, expected.to(weights.dtype), 1.0)
-        self.findings.equal(CHOICE, f"{at}hook_topk_weights", top, weights.gather(-1, chosen.long()).to(top.dtype), 1.0)
-        if chosen.shape[-1] == 1:
-            self.findings.inconclusive(CHOICE, f"{at}: one expert is chosen, and its weight is in no ratio")
-        self._total(top, chosen)
-
-    def _in_batches(self, logits: Tensor, weights: Tensor, chosen: Tensor, tokens: Tensor) -> None:
-        """Weights are the sigmoids of the largest logits; each expert is given the tokens times its own."""
-        at = self.place.part
-        by = self.part.chosen_by
-        self.findings.holds(
-            CHOICE, at, by == "scores", f"chosen_by={by!r}, and the weights are those of each logit alone"
-        )
-        best = logits.topk(chosen.shape[-1]).indices.sort(-1).values
-        same = bool((best == chosen.long().sort(-1).values).all())
-        self.findings.holds(CHOICE, f"{at}hook_expert_indices", same, "they are not those of the largest logits")
-        share = logits.sigmoid().gather(-1, chosen.long())
-        expected = torch.zeros_like(logits).scatter(-1, chosen.long(), share)
-        self.findings.equal(CHOICE, f"{at}hook_expert_weights", weights, expected.to(weights.dtype), 1.0)
-        for e in range(self.evidence.bridge.cfg.num_experts or 0):
-            entered = self.evidence.get(f"{at}experts.{e}.hook_in")
-            self.findings.equal(CHOICE, f"{at}experts.{e}.hook_in", entered, tokens * weights[:, e, None])
-        everyone = torch.arange(weights.shape[-1], device=weights.device).expand_as(weights)
-        self._total(torch.ones_like(weights), everyone)
-
-    def _in_turn(self, logits: Tensor, weights: Tensor, top: Tensor, chosen: Tensor) -> None:
-        """One after the other, each weighted among those that come close to it."""
-        at = self.place.part
-        shares, best = sparsemixer_topk(logits, self.part.margin, chosen.shape[-1])
-        same = bool((best == chosen).all())
-        self.findings.holds(CHOICE, f"{at}hook_expert_indices", same, "they are not those of the largest logits")
-        self.findings.equal(CHOICE, f"{at}hook_topk_weights", top, shares.to(top.dtype), 1.0)
-        if bool((shares == 1).all()):
-            self.findings.inconclusive(CHOICE, f"{at}: no other expert came within the margin of a chosen one")
-        everyone = torch.zeros_like(weights).scatter(-1, chosen.long(), top.to(weights.dtype))
-        self.findings.equal(CHOICE, f"{at}hook_expert_weights", weights, everyone, 1.0)
-        self._total(top, chosen)
 
     def _total(self, top: Tensor, chosen: Tensor) -> None:
         """The weighted results of the experts, and of the one that all tokens are sent to."""
@@ -258,7 +207,7 @@ class _Mixture:
             if post is None:
                 continue
             rank, rows = chosen.T.eq(e).nonzero(as_tuple=True)
-            total.index_add_(0, rows, self._out(experts, e, post) * top[rows, rank].double()[:, None])
+            total.index_add_(0, rows, self.part.made_by(experts, e, post.double()) * top[rows, rank].double()[:, None])
         total = total * self.part.factor
         total = total + self._shared(total)
         if not self.step.changes_its_result:
@@ -287,8 +236,7 @@ class _Mixture:
         shared = result_of.flatten(0, 1).double() if result_of is not None else torch.zeros_like(like)
         if self.part.shared_gate:
             gate = self.evidence.get(f"{self.place.part}shared_expert_gate.hook_out")
-            function = GATE_FUNCTIONS[self.part.shared_gate.function]
-            shared = shared * (function(gate.flatten(0, 1).double()) if gate is not None else 0)
+            shared = torch.zeros_like(shared) if gate is None else self.part.shared_gate.of(shared, gate.flatten(0, 1))
         return shared * self.part.shared_factor
 
 
@@ -350,58 +298,44 @@ def _scale(view: View) -> NormScale | None:
 
 
 def _norm(evidence: Evidence, findings: Findings, name: str, hook: Hook, view: NormScale) -> None:
-    path = hook.point.sources[0].path if view.shared else hook.point.site.path
+    path, kind = hook.point.sources[0].path if view.shared else hook.point.site.path, view.kind
     call = evidence.call(path)
     if call is None or call.input is None:
         findings.holds(CLAIM, name, False, f"{path} did not run")
         return
-    outer = call.module
-    if view.kind.gate:
-        inner, gate = evidence.call(path, view.kind.inner), evidence.call(path, view.kind.gate)
-        if inner is None or inner.input is None or inner.result is None or gate is None or gate.result is None:
-            findings.holds(CLAIM, name, False, f"{view.kind.inner} and {view.kind.gate} of {path} did not both run")
-            return
-        findings.equal(CLAIM, f"{name}.(norm)", inner.input, call.input)
-        findings.equal(CLAIM, f"{name}.(gate)", gate.input, inner.result)
-        by = evidence.get(f"{name}.hook_gate")
-        by = gate.result if by is None else by
-        findings.equal(CLAIM, f"{name}.hook_out", call.result, inner.result * by.sigmoid())
-        call = inner
-    assert call.input is not None
-    if view.kind.of_each and call.result is not None:
-        around = view.centered(call.input) / view.scale(Call(call.module, (call.input,), {}))
-        made = apply_weight_and_bias(view.kind, call.module, around, call.result.dtype)
-        findings.equal(CLAIM, f"{name}.(each head's)", call.result, made)
-    for module in view.kind.parts(call.module) if view.kind.of_each else (call.module,):
-        _computes(findings, name, path, view, outer, module, call.input)
+    if kind.of_each:
+        findings.equal(CLAIM, f"{name}.(each head's)", call.result, kind.of(call.input, call.module))
+    one = replace(kind, inside=None) if kind.of_each else kind
+    for module in kind.parts(call.module) if kind.of_each else (call.module,):
+        _computes(findings, name, path, one, module, call.input)
 
 
-def _computes(
-    findings: Findings, name: str, path: str, view: NormScale, outer: nn.Module, module: nn.Module, entered: Tensor
-) -> None:
-    """What a norm's module makes of rows that tell kinds apart."""
-    width = entered.shape[-1]
-    held = {key: materialized(module, key) for key in ("weight", "bias")}
-    parameters = {key: value if isinstance(value, Tensor) else None for key, value in held.items()}
-    found = recognise_module(module, width, entered, **parameters, tolerance=findings.tolerance)
-    if found is None:
+def _computes(findings: Findings, name: str, path: str, kind: NormKind, module: nn.Module, entered: Tensor) -> None:
+    """A norm's module makes of rows that tell kinds and epsilons apart what is declared."""
+    rows = probed(module, entered.shape[-1], entered)
+    if rows is None:
         findings.holds(CLAIM, name, False, f"{path} computes no norm that is known")
         return
-    declared = view.kind
-    seen = f"{path} computes {_kind(NormKind(found.computes, found.offset))}, and {_kind(declared)} is declared"
-    offset = declared.offset if parameters["weight"] is not None else found.offset
-    if not findings.holds(CLAIM, name, (found.centered, found.offset) == (declared.centered, offset), seen):
+    x, seen = rows
+    made = kind.of(x, module)
+    if not same_rows(made, seen, findings.tolerance):
+        findings.holds(CLAIM, name, False, f"{path} computes {_seen(findings, kind, module, entered)}")
         return
-    # The epsilon of the hook point: what it makes of a row that is nearly zero.
-    rows = probe(width, torch.zeros((), dtype=torch.float64, device=entered.device), sizes=(1e-3, 1e-3))
-    scale = view.scale(Call(outer, (rows,), {}, ((outer, rows),)))
-    square = rows.var(-1, correction=0) if declared.centered else rows.pow(2).mean(-1)
-    eps = float((scale.squeeze(-1).double() ** 2 - square).mean())
-    if found.eps is None:
+    findings.holds(CLAIM, name, True)
+    if same_rows(replace(kind, eps=0.0).of(x, module), made, findings.tolerance):
         findings.inconclusive(CLAIM, "epsilons, where they are too small to be seen")
-        return
-    close = abs(eps - found.eps) <= max(100 * findings.tolerance, 1e-3) * found.eps
-    findings.holds(CLAIM, name, close, f"{path} has an epsilon of {found.eps:.3g}, and {eps:.3g} is declared")
+
+
+def _seen(findings: Findings, declared: NormKind, module: nn.Module, entered: Tensor) -> str:
+    """What a module computes instead of what is declared."""
+    own = declared.normalizer(module)
+    found = recognise_module(own, entered.shape[-1], entered, tolerance=findings.tolerance)
+    if found is None:
+        return "no norm that is known"
+    names = _kind(found), _kind(declared)
+    epsilons = f" with the epsilon {found.eps or 0:.3g}", f" with {declared.epsilon(module):.3g}"
+    what, instead = (f"{name}{eps}" for name, eps in zip(names, epsilons, strict=True)) if len({*names}) < 2 else names
+    return f"{what}, and {instead} is declared"
 
 
 def _kind(kind: NormKind) -> str:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
 from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
+from adapters.config import ModelConfig
 from adapters.inputs import Given, arguments_of, repeated, split
 from adapters.linear import bias_of, head_results
 from adapters.mixers import Mixer
-from adapters.observe.observe import WRONG, Recorder, one_line
+from adapters.observe.observe import WRONG, CallRecorder, one_line
 from adapters.points import call_number, module_at, module_path
 from adapters.proofs.evidence import Bridge, Cache, Check, Hook, LayerStep, NamedHook, few_logits, places_of
 from adapters.views import Kwargs, transformed
@@ -177,7 +179,8 @@ class Mechanics:
             elif len(shapes[0]) != len(axes) or any(
                 size not in (None, seen) for size, seen in zip(sizes, shapes[0], strict=True)
             ):
-                failed[name] = f"its shape is {shapes[0]}, not [{' '.join(axes)}]"
+                said = _said_otherwise(axes, sizes, shapes[0])
+                failed[name] = f"its shape is {shapes[0]}, not [{' '.join(axes)}]{said}"
         return failed
 
     def every_hook_fires(self) -> None:
@@ -266,7 +269,7 @@ class Mechanics:
         sites = {place.part: self.bridge.hook_dict[f"{place.part}hook_z"].point.site.path for place in places}
         names = [f"{part}{name}" for part in sites for name in ("hook_z", "hook_result")]
         watched = {module_path(path): module_at(self.model, path) for path in sites.values()}
-        with Recorder(watched.items(), layout=self.bridge.layout) as recording:
+        with CallRecorder(watched.items(), layout=self.bridge.layout) as recording:
             cache = self.cache([*names, *map(_added, places)]) if places else {}
 
         def pairs() -> Iterable[tuple[str, Tensor, Tensor]]:
@@ -349,6 +352,18 @@ class Mechanics:
 def _added(place: LayerStep) -> str:
     """The hook point of what an attention writes, before a norm that follows it."""
     return f"{place.part}hook_out" if place.named.step.post else place.result
+
+
+def _said_otherwise(axes: Sequence[str], sizes: Sequence[int | None], seen: Sequence[int]) -> str:
+    """Which keys of `config_values` would say the sizes that were seen, where sizes alone are other ones."""
+    if len(seen) != len(axes):
+        return ""
+    keys = {f.name for f in fields(ModelConfig)}
+    wrong = [(axis, size, x) for axis, size, x in zip(axes, sizes, seen, strict=True) if size not in (None, x)]
+    told = "; ".join(
+        f"{axis} is {size} (config_values={{{axis!r}: {x}}} says another)" for axis, size, x in wrong if axis in keys
+    )
+    return f": {told}" if told else ""
 
 
 def _is_ours(forward: object) -> bool:

@@ -1,4 +1,33 @@
-"""`verify`: proves on a model what its adapter declares, without knowing the family."""
+"""Proofs: `verify` shows on a live model that what its adapter declares is so, without knowing the family.
+
+**In**: a bridge (anything that runs a model with hooks and has a declaration), and what the model takes.
+
+**Out**: a `Report`: a `Check` for each claim, with what was seen where it fails, and what could not be told apart.
+
+**How**, in order:
+
+1. The modules that the declaration names are there. If not, nothing else can be looked at.
+2. Mechanics (`mechanics.py`): what every hook point promises, whatever it is called. Without hooks the logits are the
+   model's; each point fires once, with its axes; what is read and written back changes nothing; edits arrive.
+3. Claims, on a run in which queries, keys, values and what enters activation functions are random and wide
+   (`evidence.py`), on a probe copy where the model's own parameters prove nothing. Each claim compares **what was
+   seen** with **what the noun computes**: the stream adds up and each part reads what it is said to read (`stream.py`);
+   a norm makes of telling rows what `NormKind.of` makes of them, neurons are what `MLP.neurons` says, experts are
+   chosen and weighted as `MoE.best` and `MoE.shares` say (`feed_forward.py`); scores, pattern and `z` (`scores.py`).
+4. Facts and weights: each field of `cfg`, each matrix, and that no module that computes something is left out
+   (`facts.py`).
+5. Columns: by gradient, each head's queries, keys and values are the columns that reach its scores and its `z`
+   (`projections.py`).
+
+`Proof` is the same for a declaration that was inferred: a search for the hook points that hold, tried together and
+apart only where that fails. What does not hold is not offered, and says why.
+
+**It refuses** a model without weights, and one that needs what cannot be made up; an error in the middle is a claim
+that fails. A proof that accepts everything is worth nothing: the table of mutated declarations in the tests is what it
+is measured by.
+
+**It must not know** of families, nor of how a hook point is served: it sees a bridge through `Bridge`, a Protocol.
+"""
 
 from __future__ import annotations
 

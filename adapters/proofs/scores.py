@@ -11,7 +11,17 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from adapters.attention import GATE_FUNCTIONS, AddedOutput, Attention, Gate, SinkGate
+from adapters.attention import (
+    AddedOutput,
+    Attention,
+    Gate,
+    SinkGate,
+    capped,
+    pattern_of,
+    result_of,
+    scores_of,
+    with_sinks,
+)
 from adapters.config import ModelConfig, config_of
 from adapters.imports import rotation_of
 from adapters.inputs import repeated, split
@@ -28,7 +38,7 @@ from adapters.views import Affine, AlibiScores
 
 
 #: Of queries, or of keys: they may differ in everything but the batch.
-Heads = Float[Tensor, "_batch _pos _head _d_head"]
+ByHead = Float[Tensor, "_batch _pos _head _d_head"]
 
 
 def prove_rotation(
@@ -38,7 +48,7 @@ def prove_rotation(
     cfg: ModelConfig,
     config: PreTrainedConfig,
     local: bool,
-    before: tuple[Heads, Heads],
+    before: tuple[ByHead, ByHead],
     after: tuple[Tensor | None, Tensor | None],
     own: tuple[int | None, float | None] = (None, None),
 ) -> bool:
@@ -98,7 +108,7 @@ def _slow(base: float | None, width: int) -> bool:
 
 
 def _turn(
-    findings: Findings, claim: str, where: str, x: Heads, y: Heads, adjacent: bool
+    findings: Findings, claim: str, where: str, x: ByHead, y: ByHead, adjacent: bool
 ) -> Complex[Tensor, "pos pair"] | None:
     """By what each pair is multiplied, as a complex number; None where that is not the same for all heads and texts."""
     start, end = (_pairs(value.double(), adjacent) for value in (x, y))
@@ -319,7 +329,7 @@ class _Attention:
         """Whether queries or keys after their rotation have no hook point: a trial showed something else there."""
         return any(f"{self.place.part}hook_rot_{letter}" not in self.evidence.bridge.hook_dict for letter in "qk")
 
-    def _rotated(self, q: Heads, k: Heads, turned_q: Tensor | None, turned_k: Tensor | None) -> bool:
+    def _rotated(self, q: ByHead, k: ByHead, turned_q: Tensor | None, turned_k: Tensor | None) -> bool:
         """Whether queries and keys are rotated, as it is declared."""
         if self._left_out():
             return self.part.rotary is not None
@@ -337,7 +347,7 @@ class _Attention:
         own = self.part.own("rotary_dim", None), self.part.own("rotary_base", None)
         return prove_rotation(self.findings, SCORES, at, self.cfg, config, self.local, (q, k), turned, own)
 
-    def _normed_last(self, *normed: Heads | None) -> tuple[Tensor | None, Tensor | None]:
+    def _normed_last(self, *normed: ByHead | None) -> tuple[Tensor | None, Tensor | None]:
         """What the norms behind the rotation are given; what they put out is what enters the product."""
         given: list[Tensor | None] = []
         for letter, norm, seen in zip("qk", (self.part.q.norm, self.part.k.norm), normed, strict=True):
@@ -351,7 +361,7 @@ class _Attention:
             given.append(entered)
         return given[0], given[1]
 
-    def _latent(self, q: Heads, k: Heads, turned_q: Heads | None, turned_k: Heads | None) -> bool:
+    def _latent(self, q: ByHead, k: ByHead, turned_q: ByHead | None, turned_k: ByHead | None) -> bool:
         """Behind what the latent makes, keys have columns that all heads share; only these columns are rotated."""
         at, width = self.place.part, k.shape[-1]
         if turned_q is None or turned_k is None or turned_q.shape != q.shape or turned_k.shape[-1] != q.shape[-1]:
@@ -387,7 +397,7 @@ class _Attention:
         self.findings.inconclusive(SCORES, f"{self.place.part}hook_rot_q: what queries are multiplied with")
         return True
 
-    def _values(self, v: Heads, pattern: Tensor, z: Tensor, seen: Tensor) -> None:
+    def _values(self, v: ByHead, pattern: Tensor, z: Tensor, seen: Tensor) -> None:
         """``pattern @ v = z``, with what is declared to stand between, for the queries that see something."""
         place, at, transform = self.place, f"{self.place.part}hook_z", self.part.z_transform
         if norm := self.part.v.norm:
@@ -396,8 +406,7 @@ class _Attention:
                 self.findings.holds(VALUES, at, False, f"{norm.path} did not norm the values")
                 return
             v = made.reshape(v.shape)
-        repeated = v.repeat_interleave(pattern.shape[1] // v.shape[2], 2)
-        product = torch.einsum("bhqk,bkhd->bqhd", pattern.double(), repeated.double())
+        product = result_of(pattern.double(), v.double().transpose(1, 2)).transpose(1, 2)
         if isinstance(transform, Norm):
             self._normed_values(transform, product, z)
             return
@@ -414,18 +423,17 @@ class _Attention:
             gate = self.get("gate")
             if gate is None:
                 return f"the gate {transform.projection.path} did not run"
-            return product * GATE_FUNCTIONS[transform.function](gate.double())
+            return transform.of(product, gate)
         if isinstance(transform, SinkGate):
             scores, sinks = self.get("attn_scores"), materialized(module, transform.parameter)
             if scores is None or not isinstance(sinks, Tensor):
                 return f"there are no sinks in {transform.parameter}"
-            total = scores.double().logsumexp(-1).transpose(1, 2)[..., None]
-            return product * (total - sinks.detach().double()[:, None]).sigmoid()
+            return transform.of(product, scores, sinks.detach())
         if isinstance(transform, AddedOutput):
             made = self.evidence.made(self.place.module, transform.path)
             if made is None or made.ndim != 4:
                 return f"{transform.path} returned no tensor of heads"
-            return product + made.transpose(1, 2).double()
+            return transform.of(product, made)
         return product if transform is None else transform.of(product, module)
 
     def _normed_values(self, norm: Norm, product: Tensor, z: Tensor) -> None:
@@ -454,21 +462,18 @@ class _Attention:
             entered = entered.reshape(made.shape)
         self.findings.equal(SCORES, at, entered, made)
 
-    def _scores(self, q: Heads, k: Heads, scores: Tensor, biases: dict[str, Tensor]) -> None:
+    def _scores(self, q: ByHead, k: ByHead, scores: Tensor, biases: dict[str, Tensor]) -> None:
         cfg, at = self.cfg, f"{self.place.part}hook_attn_scores"
-        repeated = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
-        made = torch.einsum("bqhd,bkhd->bhqk", q.double(), repeated.double())
-        size = float(made.abs().max())
         scale = cfg.attn_scale if cfg.use_attn_scale and cfg.attn_scale is not None else 1.0
         scale = self.part.own("attn_scale", scale)
         if cfg.scale_attn_by_inverse_layer_idx:
             scale *= self.place.layer + 1
-        made, size = made / scale, size / scale
+        made = scores_of(q.double().transpose(1, 2), k.double().transpose(1, 2), 1 / scale)
+        size = float(made.abs().max())
         if cfg.attn_scores_soft_cap > 0:
             cap, uncapped = cfg.attn_scores_soft_cap, made
-            made = cap * (made / cap).tanh()
+            made, other = (capped(uncapped, bound) for bound in (cap, cap * _NEXT))
             size = min(size, cap)
-            other = cap * _NEXT * (uncapped / (cap * _NEXT)).tanh()
             if float((other - made).abs().max()) <= 10 * self.findings.tolerance * size:
                 self.findings.inconclusive(SCORES, f"{cap} from a soft cap that differs by 0.5 %, as scores are small")
         seen = scores.isfinite() & self._sees_something(scores)
@@ -502,7 +507,7 @@ class _Attention:
             return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=scores.device)
         return (mask.cumsum(-1) > 0)[:, None, :, None].to(scores.device)
 
-    def _interaction(self, q: Heads, k: Heads, scale: float, at: str) -> None:
+    def _interaction(self, q: ByHead, k: ByHead, scale: float, at: str) -> None:
         """Beside the product of queries and keys, scores are made of what each, or the places, make alone.
 
         Four rows have two queries and two keys in all pairs: what each makes alone is gone from their alternating sum.
@@ -529,9 +534,8 @@ class _Attention:
         for name, bias in core.named_parameters(recurse=False):
             told = bias.numel() != q.shape[2:].numel() or join(self.part.core, name) in biases
             self.findings.holds(SCORES, at, told, f"{name} is added to a projection, and no bias is declared")
-        products = [x.double() for x in pairs.values()]
-        keys = products[1].repeat_interleave(q.shape[2] // k.shape[2], 2)
-        product = torch.einsum("bqhd,bkhd->bhqk", products[0], keys) / scale
+        queries, keys = (x.double().transpose(1, 2) for x in pairs.values())
+        product = scores_of(queries, keys, 1 / scale)
         (scores,) = made
         seen = scores.isfinite().all(0)
         shown, computed = ((x[0] - x[1] - x[2] + x[3]).where(seen, 0) for x in (scores, product))
@@ -598,11 +602,7 @@ class _Attention:
         wide = scores.double()
         somewhere = wide.isfinite().any(-1, keepdim=True)
         wide = wide.masked_fill(~somewhere, 0)
-        if sinks is not None:
-            column = sinks.detach().double().view(1, -1, 1, 1).expand(*wide.shape[:-1], 1)
-            expected = torch.cat([wide, column], -1).softmax(-1)[..., :-1]
-        else:
-            expected = wide.softmax(-1)
+        expected = pattern_of(wide if sinks is None else with_sinks(wide, sinks.detach()))[..., : pattern.shape[-1]]
         seen = pattern.masked_fill(~somewhere, 0)
         expected = expected.masked_fill(~somewhere, 0).to(pattern.dtype)
         self.findings.equal(PATTERN, f"{self.place.part}hook_pattern", seen, expected, 1.0)

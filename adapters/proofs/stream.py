@@ -12,8 +12,8 @@ from adapters.attention import Attention
 from adapters.building import more_embed_name
 from adapters.feed_forward import MLP, MoE
 from adapters.inputs import others_of, unchanged
-from adapters.norms import Norm, normalized
-from adapters.observe.observe import ModuleCall, Recorder
+from adapters.norms import Norm
+from adapters.observe.observe import CallRecorder, ModuleCall
 from adapters.points import call_number, core_path, has_module, is_inside, join, module_at, module_path
 from adapters.proofs.evidence import Evidence, Findings, Hook, LayerStep, like
 from adapters.views import constant_of, parameters_of, transformed
@@ -231,7 +231,7 @@ def prove_end(evidence: Evidence, findings: Findings, streams: Sequence[tuple[St
 def _normed(evidence: Evidence, findings: Findings, norm: Norm, stream: Tensor | None) -> Tensor | None:
     """What the final norm makes of the last stream."""
     if norm.kind.function:
-        return None if stream is None else normalized(norm.kind, stream)
+        return None if stream is None else norm.kind.of(stream)
     findings.equal(ENDS, norm.path, evidence.entered(evidence.base, norm.path), stream)
     return evidence.made(evidence.base, norm.path)
 
@@ -440,7 +440,7 @@ def _reads_second_input(evidence: Evidence, findings: Findings, place: LayerStep
         return x.flip(1) * 0.5
 
     watched = [(path, evidence.bridge.original_model.get_submodule(path))]
-    with torch.no_grad(), Recorder(watched, layout=evidence.bridge.layout) as recording:
+    with torch.no_grad(), CallRecorder(watched, layout=evidence.bridge.layout) as recording:
         evidence.bridge.run_with_hooks(evidence.tokens, fwd_hooks=[(first, other)], **evidence.more)
     findings.equal(READS, f"{place.part}({part.k.path})", recording.of(path)[0].input, key)
 

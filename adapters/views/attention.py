@@ -28,7 +28,7 @@ class Heads(View):
 
 
 @dataclass(frozen=True, repr=False)
-class Patches(View):
+class FlatPatches(View):
     """``batch d_model row column -> batch patch d_model``: row by row."""
 
     identity = False

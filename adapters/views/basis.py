@@ -11,26 +11,17 @@ from adapters.views.views import Call, View
 
 
 class Basis(Protocol):
-    """A basis: an SAE, a transcoder, directions, a rotation."""
+    """A basis: an SAE, a transcoder, directions, a rotation.
+
+    One layer of a cross-layer transcoder, whose features are written at later points, too, has `n_later`, at how many,
+    and ``decode_later(features, ahead)``: what features add at the point that is so many behind their own, from 1.
+    """
 
     def encode(self, x: Tensor, /) -> Tensor:
         """The features ``[..., feature]`` of an activation ``[..., d]``."""
 
     def decode(self, features: Tensor, /) -> Tensor:
         """The part of the activation ``[..., d]`` that features explain."""
-
-
-class WritesLater(Basis, Protocol):
-    """One layer of a cross-layer transcoder: a basis whose features are written at later points, too.
-
-    Attributes:
-        n_later: at how many.
-    """
-
-    n_later: int
-
-    def decode_later(self, features: Tensor, ahead: int, /) -> Tensor:
-        """What features add at the point that is so many behind their own, from 1."""
 
 
 #: What becomes of what a basis does not explain: it stays, it is left out, or it is this tensor.

@@ -1,4 +1,33 @@
-"""What a view is, and the simplest ones."""
+"""What a view is, and the simplest ones: how the tensor at a site is seen as a hook point's activation.
+
+A hook point stands where torch lets us stand (`adapters.points.Site`), and the tensor there rarely has the shape that
+the point promises: heads lie in columns, tokens in rows, queries, keys and values in one fused output. A `View` is the
+pair of functions between the two.
+
+**In**: the tensor at the site, and the `Call` of the module in progress (its arguments, and what was seen at other
+sites that the point named as sources).
+
+**Out**: ``get(x, call)`` is the activation; ``put(x, new, call)`` is the tensor that takes the place of ``x`` when the
+activation is to be ``new``.
+
+**What holds of every view**:
+
+1. ``put(x, get(x))`` is ``x``. `verify` tries it at every hook point.
+2. `get` and `put` are of one place: they do not run the model.
+3. A view says of itself what who uses it has to know: whether `get` returns the site's own tensor (`identity`), looks
+   at the call (`contextual`), may be asked after the run (`deferrable`, `at_once`), sees rows one by one (`by_row`), or
+   is written through in place, so that the skip connection sees it, too (`writes_through`).
+4. Views compose: `Composed(inner, outer)` is what `outer` sees of what `inner` sees. A basis of the user's is one more
+   view on top (`adapters.views.basis`).
+
+Beside views stands `Affine`, a link of a chain ``x * weight * factor + plus`` that a tensor goes through in a block: a
+constant or a parameter that a declaration names. It computes itself forward (`of`), for a term of a sum (`linear`), and
+backward (`undone`).
+
+**It refuses** an edit that cannot be undone: behind a weight with zeros, or in place of a leaf of the autograd graph.
+
+**It does not know** who listens, where a tensor is cut over processes (`adapters.spread`), or which model it is of.
+"""
 
 from __future__ import annotations
 
@@ -76,11 +105,9 @@ class Call:
         return found
 
     def without_graph(self) -> Call:
-        """The same call, of tensors that hold no graph: for what is kept."""
-        if not torch.is_grad_enabled():
-            return self
-        args = tuple([x.detach() if isinstance(x, Tensor) else x for x in self.args])
-        kwargs = {name: x.detach() if isinstance(x, Tensor) else x for name, x in self.kwargs.items()}
+        """The same call, for what is kept: its tensors without a graph, and not the keys and values of a past."""
+        args = tuple([x.detach() for x in self.args if isinstance(x, Tensor)])
+        kwargs = {name: x.detach() for name, x in self.kwargs.items() if isinstance(x, Tensor)}
         return Call(self.module, args, kwargs, self.sources, self.scratch)
 
 
@@ -434,7 +461,7 @@ class FlatRows(View):
         return new if x.ndim == 3 else new.flatten(0, 1)
 
 
-class Rows(View):
+class ExpertRows(View):
     """``... row d -> row d``: what an expert is given may have axes of one (Hunyuan)."""
 
     identity = False

@@ -15,6 +15,7 @@ from adapters.building import more_embed_name
 from adapters.config import is_language_part
 from adapters.linear import weight_in_out
 from adapters.mixers import Mixer
+from bridge.analysis.analysis import AnalysedRun, Index, layer_of, pick, plain, refuse_no_sum, require
 from bridge.analysis.layer_outputs import (
     PostNorm,
     StreamNorm,
@@ -27,14 +28,13 @@ from bridge.analysis.layer_outputs import (
     results_of_layers,
     results_of_neurons,
 )
-from bridge.analysis.requirements import AnalysedRun, Index, layer_of, pick, plain, refuse_no_sum, require
 from bridge.hooks.names import last_stream
 
 Group = Literal["embed", "attn", "mixer", "mlp", "bias"]
 
 
 @dataclass
-class Term:
+class StreamTerm:
     """A part of the residual stream.
 
     Attributes:
@@ -65,7 +65,7 @@ class _Walk:
 
     def __post_init__(self) -> None:
         self.model = self.cache.model
-        self.terms: list[Term] = []
+        self.terms: list[StreamTerm] = []
         self.bias: Tensor | None = None
         self.begins = self.model.architecture.embedding
         if not self.begins.tokens:  # images, whose first stream is one term
@@ -181,7 +181,7 @@ class _Walk:
         """The embeddings, through the norm and the projection of their sum."""
         if "embed" in self.groups:
             for label, name in self.embeddings().items():
-                self.terms.append(Term("embed", [label], pick(self.cache[name], self.pos_slice, -2)[None]))
+                self.terms.append(StreamTerm("embed", [label], pick(self.cache[name], self.pos_slice, -2)[None]))
         elif "bias" not in self.groups:
             return
         if self.begins.norm_of_sum:
@@ -222,7 +222,7 @@ class _Walk:
             before = before if self.bias is None else before + self.bias
         if not torch.allclose(before, entering, rtol=1e-5, atol=1e-5 * float(entering.abs().max())):
             label = f"{layer}_images" if layer else "images"
-            self.terms.append(Term("embed", [label], (entering - before)[None]))
+            self.terms.append(StreamTerm("embed", [label], (entering - before)[None]))
 
     def write(self, layer: int, named: NamedStep) -> None:
         group, part = group_of(named), named.name
@@ -230,7 +230,7 @@ class _Walk:
             return
         if not self.fine(named):
             out = pick(self.cache[f"blocks.{layer}.hook_{part}_out"], self.pos_slice, -2)
-            self.terms.append(Term(group, [f"{layer}_{part}_out"], out[None]))
+            self.terms.append(StreamTerm(group, [f"{layer}_{part}_out"], out[None]))
             return
         if group == "attn":
             value = results_of_heads(self.cache, layer, self.pos_slice).movedim(-2, 0)
@@ -248,7 +248,7 @@ class _Walk:
             scale = self.scale(norm)
             value = norm.linear(value, scale)
             bias = None if bias is None else norm.linear(bias.to(scale.device), scale)
-        self.terms.append(Term(group, labels, value))
+        self.terms.append(StreamTerm(group, labels, value))
         for more in (bias, norm.constant if norm and self.biases else None):
             if more is not None:
                 self.add_constant(more.to(value.device))
@@ -269,7 +269,7 @@ class _Walk:
         if norm.bias is not None:
             self.add_constant(norm.bias.to(scale.device))
 
-    def heads_together(self, read: Mapping[str, Tensor]) -> Term | None:
+    def heads_together(self, read: Mapping[str, Tensor]) -> StreamTerm | None:
         """All heads as one term, where nothing else is asked for and no norm follows them.
 
         Args:
@@ -283,7 +283,7 @@ class _Walk:
         if value is None:
             return None
         heads = range(len(value) // len(z))
-        return Term("attn", [f"L{layer}H{head}" for layer in z for head in heads], value, fresh=True)
+        return StreamTerm("attn", [f"L{layer}H{head}" for layer in z for head in heads], value, fresh=True)
 
     def go(self, layer: int, mlp_input: bool) -> None:
         self.begin()
@@ -318,7 +318,7 @@ def terms_of(
     post_norms: bool = False,
     pos_slice: Index = None,
     neuron_slice: Index = None,
-) -> list[Term]:
+) -> list[StreamTerm]:
     """The terms of the residual stream that enters a layer, in the order in which the model adds them.
 
     Where norms stand on the stream itself (BERT), every term is what they leave of it, their scales held at those of
@@ -359,12 +359,12 @@ def terms_of(
         if "bias" in groups and (biases or walk.bias is not None):
             like = walk.terms[0].value[0] if walk.terms else pick(stream_at(cache, layer), pos_slice, -2)
             value = torch.zeros_like(like) if walk.bias is None else walk.bias.expand(like.shape)
-            walk.terms.append(Term("bias", ["bias" if biases else "norm_bias"], value[None]))
+            walk.terms.append(StreamTerm("bias", ["bias" if biases else "norm_bias"], value[None]))
     return walk.terms
 
 
 def stacked(
-    cache: AnalysedRun, terms: Sequence[Term], layer: int, pos_slice: Index = None
+    cache: AnalysedRun, terms: Sequence[StreamTerm], layer: int, pos_slice: Index = None
 ) -> tuple[Float[Tensor, "component *batch_pos d_model"], list[str]]:
     """The terms as one tensor, and their labels.
 

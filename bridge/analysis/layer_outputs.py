@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from adapters.architecture import Architecture, Step, feeds_forward
 from adapters.linear import bias_of, head_results, weight_in_out
-from adapters.norms import NormKind, at_least_float32, normalized
+from adapters.norms import NormKind
 from adapters.points import Point, module_at
 from adapters.views import Composed, Copied, linearly, transformed
-from bridge.analysis.requirements import AnalysedModel, AnalysedRun, Index, pick, require
+from bridge.analysis.analysis import AnalysedRun, Index, pick, require
+from bridge.hooks.asked import StudiedBridge
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The norms that read the residual stream or stand on it, as maps of its terms.
@@ -57,8 +58,7 @@ class StreamNorm:
 
     def scaled(self, x: Float[Tensor, "*any d_model"], scale: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """A term of the norm's input, centred (by a layer norm) and divided by a scale that is given."""
-        x = at_least_float32(x)
-        return (x - x.mean(-1, keepdim=True) if self.kind.centered else x) / scale
+        return self.kind.around(x) / scale
 
     def linear(self, x: Float[Tensor, "*any d_model"], scale: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """What the norm makes of a term of its input: `scaled`, times its weight. Its bias is of no term.
@@ -85,13 +85,13 @@ class StreamNorm:
         """The norm of a whole stream, by the model's own module, hooks left out."""
         weight = self.weight
         if self.kind.function:
-            return normalized(self.kind, x)
+            return self.kind.of(x)
         if weight is None:
             return self.module.forward(x)
         return self.module.forward(x.to(weight.device, weight.dtype)).to(x.device)
 
 
-def norm_of(model: AnalysedModel, name: str) -> StreamNorm | None:
+def norm_of(model: StudiedBridge, name: str) -> StreamNorm | None:
     """A norm by its canonical name.
 
     Args:
@@ -155,7 +155,7 @@ class PostNorm(StreamNorm):
         return transformed(chain, next(self.block.parameters()).new_zeros(()) if bias is None else bias, self.block)
 
 
-def post_norm(model: AnalysedModel, layer: int, part: str) -> PostNorm | None:
+def post_norm(model: StudiedBridge, layer: int, part: str) -> PostNorm | None:
     """The norm that follows a layer's attention or MLP (Gemma 2); None where none does.
 
     Args:
@@ -176,7 +176,7 @@ def post_norm(model: AnalysedModel, layer: int, part: str) -> PostNorm | None:
     return PostNorm(norm.name, norm.kind, norm.module, model.architecture.step_at(layer, part), block)
 
 
-def norm_before(model: AnalysedModel, layer: int, mlp_input: bool = False) -> StreamNorm | None:
+def norm_before(model: StudiedBridge, layer: int, mlp_input: bool = False) -> StreamNorm | None:
     """The norm through which a layer reads the residual stream, or None where it reads it as it is.
 
     Args:
@@ -245,7 +245,7 @@ def gradients_of(x: Tensor) -> torch.set_grad_enabled:
     return torch.set_grad_enabled(torch.is_grad_enabled() and x.requires_grad)
 
 
-def _module_at(model: AnalysedModel, name: str) -> nn.Module:
+def _module_at(model: StudiedBridge, name: str) -> nn.Module:
     return module_at(model.original_model, model.hook_dict[name].point.site.path)
 
 
@@ -442,7 +442,7 @@ def _rows_of(module: nn.Module, like: Tensor, index: Index) -> Tensor:
     return rows.reshape(*chosen.shape, -1)
 
 
-def bias_written(model: AnalysedModel, layer: int, part: Literal["attn", "mlp"]) -> Float[Tensor, " d_model"] | None:
+def bias_written(model: StudiedBridge, layer: int, part: Literal["attn", "mlp"]) -> Float[Tensor, " d_model"] | None:
     """The output bias of a layer's attention or MLP; None where there is none (a mixture of experts).
 
     Args:
@@ -469,7 +469,7 @@ def bias_written(model: AnalysedModel, layer: int, part: Literal["attn", "mlp"])
     return own if step.post else step.added(own, _module_at(model, f"blocks.{layer}.hook_resid_pre"))
 
 
-def _factor(model: AnalysedModel, layer: int, part: str) -> float:
+def _factor(model: StudiedBridge, layer: int, part: str) -> float:
     """What the result of a part's last matrix is multiplied with.
 
     Raises:
@@ -484,7 +484,7 @@ def _factor(model: AnalysedModel, layer: int, part: str) -> float:
     return factor
 
 
-def neuron_labels(model: AnalysedModel, layer: int, neuron_slice: Index = None) -> list[str]:
+def neuron_labels(model: StudiedBridge, layer: int, neuron_slice: Index = None) -> list[str]:
     """The labels of a layer's neurons, such as ``L0N5``.
 
     Args:

@@ -9,10 +9,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from adapters.norms import at_least_float32
+from bridge.analysis.analysis import AnalysedRun, refuse_no_logit_sum
 from bridge.analysis.decomposition import terms_of
-from bridge.analysis.requirements import AnalysedRun, RunnableModel, refuse_no_logit_sum
 from bridge.analysis.residual import logit_attributions
 from bridge.hooks.arguments import refuse_wrong_types
+from bridge.hooks.asked import StudiedBridge
 from bridge.hooks.names import last_stream
 
 __all__ = ["head_contributions", "logit_lens"]
@@ -22,7 +23,7 @@ _SCALE = re.compile(r"(blocks\.\d+\.ln\w+|ln_final)\.hook_scale")
 
 
 @refuse_wrong_types
-def logit_lens(bridge: RunnableModel, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "layer batch pos d_vocab"]:
+def logit_lens(bridge: StudiedBridge, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "layer batch pos d_vocab"]:
     """The logits that the model would give if it ended before each layer.
 
     The residual stream before each block, and after the last, goes through the model's own final norm and unembedding
@@ -51,7 +52,7 @@ def logit_lens(bridge: RunnableModel, tokens: Int[Tensor, "batch pos"]) -> Float
 
 @refuse_wrong_types
 def head_contributions(
-    bridge: RunnableModel,
+    bridge: StudiedBridge,
     tokens: Int[Tensor, "batch pos"],
     answers: Int[Tensor, " batch"],
     others: Int[Tensor, " batch"],

@@ -9,10 +9,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from bridge.analysis.decomposition import Group, Term, stacked, stream_at, terms_of
+from bridge.analysis.analysis import AnalysedRun, Index, layer_of, pick, refuse_no_logit_sum, require
+from bridge.analysis.decomposition import Group, StreamTerm, stacked, stream_at, terms_of
 from bridge.analysis.layer_outputs import gradients_of, norm_before, norm_of, results_of_heads, results_of_neurons
-from bridge.analysis.requirements import AnalysedModel, AnalysedRun, Index, layer_of, pick, refuse_no_logit_sum, require
 from bridge.hooks.arguments import check_choice, refuse_wrong_types
+from bridge.hooks.asked import StudiedBridge
 from bridge.hooks.names import act_name, last_stream
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -277,7 +278,7 @@ def _broadcastable(directions: Tensor, terms: Tensor, has_batch_dim: bool) -> Te
     return directions
 
 
-def directions_of(model: AnalysedModel, tokens: Tokens) -> Float[Tensor, "*tokens d_model"]:
+def directions_of(model: StudiedBridge, tokens: Tokens) -> Float[Tensor, "*tokens d_model"]:
     """The columns of the unembedding that belong to tokens; see `TransformerBridge.tokens_to_residual_directions`.
 
     Args:
@@ -640,7 +641,7 @@ class ResidualMethods(AttributionMethods):
 
     def _finished(
         self,
-        terms: list[Term],
+        terms: list[StreamTerm],
         layer: int | None,
         mlp_input: bool,
         apply_ln: bool,

@@ -6,17 +6,19 @@ and Black 2022, "The Singular Value Decompositions of Transformer Weight Matrice
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from bridge.analysis.analysis import layer_of, refuse_no_sum
 from bridge.analysis.layer_outputs import bias_written
-from bridge.analysis.requirements import AnalysedModel, layer_of, refuse_no_sum
 from bridge.hooks.arguments import check_choice, heads_shown, refuse_wrong_types
+from bridge.hooks.asked import StudiedBridge
 from bridge.weights import FactoredMatrix, at_least_float32, first_weight
 
+__all__ = ["SVDInterpreter"]
 VECTOR_TYPES = ("OV", "w_in", "w_out")
 
 
@@ -41,7 +43,7 @@ class SVDInterpreter:
     """
 
     @refuse_wrong_types
-    def __init__(self, model: AnalysedModel) -> None:
+    def __init__(self, model: StudiedBridge) -> None:
         self.model = model
         self.cfg = model.cfg
 
@@ -117,20 +119,6 @@ class SVDInterpreter:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class HasCircuits(Protocol):
-    """What composition scores need of a bridge."""
-
-    @property
-    def OV(self) -> FactoredMatrix:
-        """Each head's ``W_V @ W_O``, ``[n_layers, n_heads, d_model, d_model]``."""
-        ...
-
-    @property
-    def QK(self) -> FactoredMatrix:
-        """Each head's ``W_Q @ W_K.T``, ``[n_layers, n_heads, d_model, d_model]``."""
-        ...
-
-
 @refuse_wrong_types
 def composition_scores(
     left: FactoredMatrix, right: FactoredMatrix, broadcast_dims: bool = True
@@ -174,23 +162,22 @@ def composition_scores(
     return products / left_norms.reshape((*left_norms.shape, *(1,) * right_norms.ndim)) / right_norms
 
 
-def all_scores(model: HasCircuits, mode: str) -> Float[Tensor, "n_layers n_heads n_layers n_heads"]:
+def all_scores(OV: FactoredMatrix, QK: FactoredMatrix, mode: str) -> Float[Tensor, "n_layers n_heads n_layers n_heads"]:
     """The composition scores of all pairs of heads; see `TransformerBridge.all_composition_scores`.
 
     Args:
-        model: the bridge.
+        OV, QK: each head's ``W_V @ W_O`` and ``W_Q @ W_K.T``, ``[n_layers, n_heads, d_model, d_model]``.
         mode: ``Q``, ``K`` or ``V``.
 
     Example:
         >>> from bridge import TransformerBridge
         >>> from bridge.analysis.svd import all_scores
-        >>> all_scores(TransformerBridge.boot_embedded(), "K").shape
+        >>> bridge = TransformerBridge.boot_embedded()
+        >>> all_scores(bridge.OV, bridge.QK, "K").shape
         torch.Size([4, 4, 4, 4])
     """
     check_choice("mode", mode, ("Q", "K", "V"))
-    left = model.OV
-    right = left if mode == "V" else model.QK if mode == "Q" else model.QK.T
-    scores = composition_scores(left, right)
+    scores = composition_scores(OV, OV if mode == "V" else QK if mode == "Q" else QK.T)
     layers = torch.arange(len(scores), device=scores.device)
     earlier = layers[:, None, None, None] < layers[None, None, :, None]
     return torch.where(earlier, scores, 0.0)
@@ -209,7 +196,7 @@ class Labels(list[str]):
 
 
 def accumulated_bias(
-    model: AnalysedModel, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True
+    model: StudiedBridge, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True
 ) -> Float[Tensor, " d_model"]:
     """The sum of the output biases of all layers before one; see `TransformerBridge.accumulated_bias`.
 
@@ -234,7 +221,7 @@ def accumulated_bias(
     return total
 
 
-def head_labels(model: AnalysedModel) -> Labels:
+def head_labels(model: StudiedBridge) -> Labels:
     """The names of all heads; see `TransformerBridge.all_head_labels`.
 
     Args:

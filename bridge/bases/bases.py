@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
 from jaxtyping import Float
@@ -15,7 +14,7 @@ from adapters.config import ModelConfig
 from adapters.norms import NormalizedOutput, NormNormalized
 from adapters.points import LinkedPoint, Point
 from adapters.views import View
-from adapters.views.basis import Basis, Error, InBasis, WritesLater, dense
+from adapters.views.basis import Basis, Error, InBasis, dense
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.modules import close
 
@@ -77,10 +76,12 @@ class LaterWrite:
 
     Attributes:
         basis: the layer.
+        decode_later: its method of that name.
         ahead: how many points behind its own.
     """
 
-    basis: WritesLater
+    basis: Basis
+    decode_later: Callable[[Tensor, int], Tensor]
     ahead: int
 
     def encode(self, x: Tensor) -> Tensor:
@@ -89,7 +90,7 @@ class LaterWrite:
 
     def decode(self, features: Tensor) -> Tensor:
         """What they add here."""
-        return self.basis.decode_later(features, self.ahead)
+        return self.decode_later(features, self.ahead)
 
 
 @dataclass(frozen=True)
@@ -140,14 +141,14 @@ class BasisRequest:
             )
         if not self.later:
             return [own]
-        if not callable(getattr(self.basis, "decode_later", None)):
+        if not callable(decode_later := getattr(self.basis, "decode_later", None)):
             raise TypeError(f"the basis {self.name} is {type(self.basis).__name__}, which has no method decode_later")
         if self.reads is None:
             raise ValueError(f"the features of {own.name} are written at later points: say what they are of (reads=)")
-        layer = cast(WritesLater, self.basis)
         name = f"{self.name}_of_{self.point.point.depth}"
         others = [
-            self._point(hook, name, LaterWrite(layer, at), cfg, model) for at, hook in enumerate(self.later, start=1)
+            self._point(hook, name, LaterWrite(self.basis, decode_later, at), cfg, model)
+            for at, hook in enumerate(self.later, start=1)
         ]
         linked = tuple(LinkedPoint(other.name, _as_it_is) for other in others)
         return [replace(own, linked=linked), *others]

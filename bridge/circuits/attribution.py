@@ -9,16 +9,19 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from bridge.analysis.requirements import refuse_training
+from bridge.analysis.analysis import refuse_training
 from bridge.bridge import TransformerBridge
 from bridge.circuits.circuits import EdgeScores
 from bridge.circuits.edge_runs import effects_of_edges
 from bridge.circuits.graph import Graph, Metric, Port, SenderOutputs, written_in_both
 from bridge.hooks.arguments import check_choice, check_positive, refuse_wrong_types
 from bridge.hooks.hooks import HookPoint
-from bridge.patching.corrupted import CorruptedRun, tokens_per_run
+from bridge.patching.runs import tokens_per_run
 
-METHODS = ("gradient", "inputs", "activations")
+METHODS = ("gradient", "inputs", "activations", "own_activations")
+
+#: On the way from here to the metric lie all receivers.
+BEGIN = "blocks.0.hook_resid_pre"
 
 
 @refuse_wrong_types
@@ -38,12 +41,17 @@ def edge_attribution(
 
     - ``"gradient"`` (EAP): the clean run (Syed, Rager and Conmy 2023, "Attribution Patching Outperforms Automated
       Circuit Discovery").
-    - ``"inputs"`` (EAP-IG): the mean over runs of which the k-th enters the first block with
-      ``corrupted + k / steps * (clean - corrupted)``, for k from 1 to `steps` (Hanna, Pezzelle and Belinkov 2024, "Have
-      Faith in Faithfulness").
-    - ``"activations"``: the mean over runs in which what the sender's part writes (the embeddings, a layer's heads
-      together, its MLP) goes the same way, everything before it being the clean run's (EAP-IG-activations of Mueller et
-      al. 2025, "MIB: A Mechanistic Interpretability Benchmark").
+    - ``"inputs"`` (EAP-IG-inputs): the mean over runs whose embeddings go from the corrupted ones to the clean ones in
+      equal steps, the last not included (Hanna, Pezzelle and Belinkov 2024, "Have Faith in Faithfulness").
+    - ``"activations"`` (EAP-IG-activations): the mean over runs in each of which one part of the model (the embeddings,
+      a layer's heads together, its MLP) writes what lies on the way from the corrupted to the clean run, all else being
+      the clean run's (Mueller et al. 2025, "MIB: A Mechanistic Interpretability Benchmark").
+
+    - ``"own_activations"``: the same, but each sender gets the gradients of the runs of its own part alone.
+
+    The first three are what the benchmark's code computes. Papers differ: for inputs, theirs takes the steps 1 to m of
+    m (the code 0 to m - 1); for activations, the formula is that of the last method (the code gives the gradients of
+    every run to all senders).
 
     Args:
         bridge: the bridge, in evaluation mode.
@@ -75,32 +83,46 @@ def edge_attribution(
     refuse_training(bridge)
     graph = graph or Graph.of(bridge)
     one, other = written_in_both(graph, bridge, clean, corrupted)
-    ends = _Ends(graph, bridge, clean, metric, other.parts - one.parts)
+    found = _Gradients(graph, bridge, clean, metric, other.parts - one.parts)
     if method == "gradient":
-        ends.stream(one.parts[0], one.parts[0], 1)
+        found.of_runs(BEGIN, one.parts[0], one.parts[0], [1.0])
     elif method == "inputs":
-        ends.stream(other.parts[0], one.parts[0], steps)
+        found.of_runs(BEGIN, one.parts[0], other.parts[0], [k / steps for k in range(steps)])
     else:
-        ends.stream(other.parts[0], one.parts[0], steps, senders=slice(0, 1))
+        parts = [(BEGIN, one.parts[0], other.parts[0], slice(0, 1))]
         for layer, shape in enumerate(graph.layers):
-            first = graph.first_head[layer]
+            first, mlp = graph.first_head[layer], graph.first_head[layer] + shape.heads
             if shape.heads:
-                at = slice(first, first + shape.heads)
-                ends.part(f"blocks.{layer}.hook_attn_out", layer, other.attn_out[layer], one.attn_out[layer], steps, at)
+                both = one.attn_out[layer], other.attn_out[layer]
+                parts.append((f"blocks.{layer}.hook_attn_out", *both, slice(first, mlp)))
             if shape.mlp:
-                mlp = first + shape.heads
-                parts = other.parts[mlp], one.parts[mlp]
-                ends.part(f"blocks.{layer}.hook_mlp_out", layer, *parts, steps, slice(mlp, mlp + 1))
-    if not ends.scores.any():
+                both = one.parts[mlp], other.parts[mlp]
+                parts.append((f"blocks.{layer}.hook_mlp_out", *both, slice(mlp, mlp + 1)))
+        shares = [k / steps for k in range(1, steps + 1)]
+        for name, here, there, own in parts:
+            if method == "activations":
+                found.of_runs(name, here, there, shares, 1 / len(parts))
+            else:
+                found.of_runs(name, here, there, shares, 1, own)
+    if not found.scores.any():
         raise ValueError(
             "the gradient of the metric is zero at every receiver: there is nothing to attribute (a divergence from "
-            'the clean run has its minimum there: use method="inputs" with more than one step)'
+            'the clean run has its minimum there: use method="inputs")'
         )
-    return EdgeScores(graph, ends.scores)
+    return EdgeScores(graph, found.scores)
 
 
-class _Ends:
-    """Gathers gradients at the receivers, and multiplies them with the senders' differences."""
+class _Gradients:
+    """Gathers gradients at the receivers, and multiplies them with the senders' differences.
+
+    Args:
+        graph, bridge, metric: as everywhere.
+        tokens: the clean prompts.
+        change: the senders' differences, ``[sender, batch, pos, d_model]``.
+
+    Attributes:
+        scores: ``[receiver, sender]``.
+    """
 
     def __init__(
         self,
@@ -113,66 +135,64 @@ class _Ends:
         self.graph, self.bridge, self.tokens, self.metric = graph, bridge, tokens, metric
         self.change = change.flatten(1)
         self.scores = change.new_zeros(len(graph.receivers), len(graph.senders))
-        self.start: CorruptedRun | None = None
 
-    def stream(
-        self, low: Tensor, high: Tensor, steps: int, senders: slice = slice(None)
-    ) -> None:  # what enters the first block
-        """Gradients of runs that enter the first block on the way from `low` to `high`."""
-        self._along("blocks.0.hook_resid_pre", 0, low, high, steps, senders, None)
-
-    def part(self, name: str, layer: int, low: Tensor, high: Tensor, steps: int, senders: slice) -> None:
-        """Gradients of runs in which one part of the clean run is on the way from `low` to `high`."""
-        if self.start is None:
-            with torch.no_grad():
-                self.start = CorruptedRun(self.bridge, self.tokens, [0])
-        stream = self.start.streams[layer] if self.start.steps else None
-        self._along(name, layer, low, high, steps, senders, stream)
-
-    def _along(
-        self, name: str, layer: int, low: Tensor, high: Tensor, steps: int, senders: slice, stream: Tensor | None
+    def of_runs(
+        self,
+        name: str,
+        clean: Tensor,
+        corrupted: Tensor,
+        shares: Sequence[float],
+        weight: float = 1.0,
+        senders: slice = slice(None),
     ) -> None:
-        size, elements = self.change.element_size(), self.tokens.numel()
+        """Adds the mean of runs of the clean prompts, in which what stands at a hook point is partly the corrupted's.
+
+        Args:
+            name: the hook point.
+            clean, corrupted: what stands there in both runs, ``[batch, pos, d_model]``.
+            shares: the clean run's part, in each of the runs.
+            weight: by which the mean counts.
+            senders: whose edges get it.
+        """
         # The graph of all layers is held for the backward pass.
-        budget = tokens_per_run(
-            self.bridge.cfg, self.change.device, self.tokens.shape[1], size * 2 * len(self.graph.layers)
-        )
-        together = max(1, min(steps, budget // elements))
-        every = [k / steps for k in range(1, steps + 1)]
-        for at in range(0, steps, together):
-            some = every[at : at + together]
-            points = torch.cat([low + share * (high - low) for share in some])
-            self._backward(name, layer, points, len(some), senders, stream, steps)
+        itemsize = self.change.element_size() * 2 * len(self.graph.layers)
+        budget = tokens_per_run(self.bridge.cfg, self.change.device, self.tokens.shape[1], itemsize)
+        together = max(1, budget // self.tokens.numel())
+        for at in range(0, len(shares), together):
+            some = shares[at : at + together]
+            made = torch.cat([corrupted + share * (clean - corrupted) for share in some])
+            self._backward(name, made, len(some), weight / len(shares), senders)
 
-    def _backward(
-        self, name: str, layer: int, points: Tensor, n: int, senders: slice, stream: Tensor | None, steps: int
-    ) -> None:
-        leaf = points.detach().requires_grad_()
-        options: dict[str, Any] = {} if stream is None else {"start_at_layer": layer}
-        given = (self.tokens if stream is None else stream).repeat(n, *[1] * ((2 if stream is None else 3) - 1))
-        first = range(len(self.graph.senders))[senders].start
-        ports = [port for port in self.graph.ports if port.upstream > first]
+    def _backward(self, name: str, made: Tensor, n: int, weight: float, senders: slice) -> None:
+        leaves: list[Tensor] = []
+
+        def start(stream: Tensor, hook: HookPoint) -> Tensor:
+            leaves.append((made if name == BEGIN else stream).detach().requires_grad_())
+            return leaves[0]
+
+        put: list[Any] = [(BEGIN, start)]
+        if name != BEGIN:
+            put.append((name, lambda activation, hook: made))
         with torch.enable_grad():
             logits = self.bridge.run_with_hooks(
-                given,
-                fwd_hooks=[(name, lambda activation, hook: leaf)],
-                bwd_hooks=[(port.name, self._gather(port, n, senders, steps)) for port in ports],
-                **options,
+                self.tokens.repeat(n, 1),
+                fwd_hooks=put,
+                bwd_hooks=[(port.name, self._gather(port, n, weight, senders)) for port in self.graph.ports],
             )
             total = torch.stack([self.metric(part) for part in logits.split(len(self.tokens))]).sum()
-            torch.autograd.grad(total, leaf)
+            torch.autograd.grad(total, leaves)
 
-    def _gather(self, port: Port, n: int, senders: slice, steps: int) -> Callable[..., None]:
+    def _gather(self, port: Port, n: int, weight: float, senders: slice) -> Callable[..., None]:
         """Adds a port's gradient, times the differences of the senders that it reads."""
         chosen = range(len(self.graph.senders))[senders]
-        chosen = range(chosen.start, min(chosen.stop, port.upstream))
+        at = slice(chosen.start, min(chosen.stop, port.upstream))
 
         def gather(gradient: Tensor, hook: HookPoint) -> None:
-            of_steps = gradient.unflatten(0, (n, -1)).sum(0)
-            by_receiver = of_steps.movedim(-2, 0) if port.per_head else of_steps.unsqueeze(0)
+            of_runs = gradient.unflatten(0, (n, -1)).sum(0)
+            by_receiver = of_runs.movedim(-2, 0) if port.per_head else of_runs.unsqueeze(0)
             with torch.no_grad():
-                found = by_receiver.flatten(1).to(self.change.dtype) @ self.change[chosen.start : chosen.stop].T
-                self.scores[port.first : port.first + port.count, chosen.start : chosen.stop] += found / steps
+                found = by_receiver.flatten(1).to(self.change.dtype) @ self.change[at].T
+                self.scores[port.first : port.first + port.count, at] += weight * found
 
         return gather
 

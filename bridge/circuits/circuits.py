@@ -1,11 +1,29 @@
-"""A circuit: some of the edges of a model's graph."""
+"""Circuits: which edges of a model's graph a behaviour needs, and how much of it they keep.
+
+What comes in: a bridge, pairs of clean and corrupted prompts, and a metric of logits. What goes out: a score for each
+edge (`EdgeScores`), some of the edges (`Circuit`), and how faithful these are (`Evaluation`, `Curve`).
+
+The mechanism, in order:
+
+1. `Graph.of` (`bridge.circuits.graph`): heads and MLPs write to the residual stream, and each reads the sum of what
+   was written before. So from each writer there is an edge to each later reader; queries, keys and values read apart.
+2. `written_in_both` takes two runs apart into what each writer wrote, and tries that the parts sum to the stream.
+3. Scores (`bridge.circuits.attribution`): by how much the metric changes if an edge carries what its writer wrote in
+   the corrupted run. Measured, a patch of what the reader reads (`edge_effects`); or estimated from gradients
+   (`edge_attribution`).
+4. `EdgeScores.top`, `greedy` and `threshold` choose circuits by scores.
+5. `run_with_edges_replaced` (`bridge.circuits.edge_runs`) runs a model in which all other edges carry something else;
+   `evaluations` measures the metric of circuits and of all that is outside of them.
+
+It refuses a model whose stream is no plain sum, or a part of which has no input of its own; pairs of other shapes;
+edges that do not exist. It knows nothing of features in a basis; pictures it asks for when one is drawn.
+"""
 
 from __future__ import annotations
 
 import heapq
 import importlib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +31,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from adapters.sealed import sealed, unsealed
 from bridge.bridge import TransformerBridge
 from bridge.circuits.edge_runs import Curve, Evaluation, effects_of_edges, evaluations
 from bridge.circuits.graph import Graph, Metric
@@ -26,44 +45,6 @@ from bridge.patching.patching import texts_of
 
 #: What is known of each node.
 Facts = dict[str, dict[str, Any]]
-
-
-def draw(
-    graph: Graph,
-    edges: Sequence[tuple[str, str, float]],
-    nodes: Sequence[str],
-    bridge: TransformerBridge | None,
-    clean: Int[Tensor, "batch pos"] | None,
-    corrupted: Int[Tensor, "batch pos"] | None,
-    metric: Metric | str,
-    options: Mapping[str, Any],
-) -> Any:
-    """The picture that `Circuit.draw` returns.
-
-    Args:
-        graph: the graph that the circuit is a part of.
-        edges: the sender, the receiver and the score of each of its edges.
-        nodes: what these connect.
-        bridge, clean, corrupted, metric, options: as there.
-    """
-    pictures = importlib.import_module("bridge.pictures")
-    joins = _joins(graph, {sender for sender, _, _ in edges}, {receiver for _, receiver, _ in edges})
-    depths = _depths(graph)
-    names = {name for sender, receiver, _ in edges for name in (sender, receiver)}
-    facts: Facts = {name: {"column": depths[name]} for name in names}
-    given: dict[str, Any] = {"joins": joins, "supports": "negative", "measure": "change"}
-    given["metric"] = metric if isinstance(metric, str) else _name(metric)
-    if bridge is None and clean is None and corrupted is None:
-        if not isinstance(metric, str):
-            raise ValueError("metric is a function, which is computed in runs: give bridge, clean and corrupted too")
-    elif bridge is None or clean is None or corrupted is None or isinstance(metric, str):
-        raise ValueError("give bridge, clean, corrupted and metric, a function of logits, together; or none of them")
-    else:
-        _add_effects(facts, graph, bridge, clean, corrupted, metric)
-        _add_patterns(facts, [name for name in nodes if "H" in name], joins, bridge, clean)
-        given["tokens"] = texts_of(bridge, clean[0])
-    drawn = {name: pictures.CircuitNode(**known) for name, known in facts.items()}
-    return pictures.circuit(edges, **(given | {"nodes": drawn} | dict(options)))
 
 
 def _add_effects(
@@ -291,7 +272,7 @@ class Circuit:
             "layers": self.graph.to_dict(),
             "edges": [list(edge) for edge in self.edges],
         }
-        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        Path(path).write_text(sealed(content), encoding="utf-8")
 
     @classmethod
     @refuse_wrong_types
@@ -302,7 +283,8 @@ class Circuit:
             path: the file.
 
         Raises:
-            ValueError: the file is no circuit, or of another version.
+            FileNotFoundError: there is no such file.
+            ValueError: the file is no circuit, or damaged, or of another version.
 
         Example:
             >>> import tempfile, pathlib
@@ -316,17 +298,20 @@ class Circuit:
         """
         if not Path(path).is_file():
             raise FileNotFoundError(f"path is {str(path)!r}, which is no file")
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-        if not isinstance(content, dict) or content.get("format") != _FORMAT:
-            raise ValueError(f"{path} holds no circuit that `Circuit.save` wrote")
-        if content["version"] != _VERSION:
-            raise ValueError(f"{path} is of version {content['version']}; this package reads version {_VERSION}")
-        graph = Graph.from_dict(content["layers"])
-        mask = torch.zeros_like(graph.exists)
-        scores = torch.zeros(mask.shape, dtype=torch.float64)
-        for sender, receiver, score in content["edges"]:
-            at = graph.edge(f"{sender}->{receiver}")
-            mask[at], scores[at] = True, score
+        try:
+            content = unsealed(Path(path).read_bytes())
+            if content.get("format") != _FORMAT:
+                raise ValueError("`Circuit.save` did not write it")
+            if content["version"] != _VERSION:
+                raise ValueError(f"it is of version {content['version']}; this package reads version {_VERSION}")
+            graph = Graph.from_dict(content["layers"])
+            mask = torch.zeros_like(graph.exists)
+            scores = torch.zeros(mask.shape, dtype=torch.float64)
+            for sender, receiver, score in content["edges"]:
+                at = graph.edge(f"{sender}->{receiver}")
+                mask[at], scores[at] = True, score
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} holds no circuit that can be read: {error}") from error
         return cls(graph, mask, scores)
 
     @refuse_wrong_types
@@ -364,7 +349,29 @@ class Circuit:
             >>> scores.greedy(9).draw(bridge, pairs.clean, pairs.corrupted, pairs.metric())
             Picture('Circuit')
         """
-        return draw(self.graph, self.edges, self.nodes, bridge, clean, corrupted, metric, options)
+        graph, edges = self.graph, self.edges
+        pictures = importlib.import_module("bridge.pictures")
+        joins = _joins(graph, {sender for sender, _, _ in edges}, {receiver for _, receiver, _ in edges})
+        depths = _depths(graph)
+        names = {name for sender, receiver, _ in edges for name in (sender, receiver)}
+        facts: Facts = {name: {"column": depths[name]} for name in names}
+        given: dict[str, Any] = {"joins": joins, "supports": "negative", "measure": "change"}
+        given["metric"] = metric if isinstance(metric, str) else _name(metric)
+        if bridge is None and clean is None and corrupted is None:
+            if not isinstance(metric, str):
+                raise ValueError(
+                    "metric is a function, which is computed in runs: give bridge, clean and corrupted too"
+                )
+        elif bridge is None or clean is None or corrupted is None or isinstance(metric, str):
+            raise ValueError(
+                "give bridge, clean, corrupted and metric, a function of logits, together; or none of them"
+            )
+        else:
+            _add_effects(facts, graph, bridge, clean, corrupted, metric)
+            _add_patterns(facts, [name for name in self.nodes if "H" in name], joins, bridge, clean)
+            given["tokens"] = texts_of(bridge, clean[0])
+        drawn = {name: pictures.CircuitNode(**known) for name, known in facts.items()}
+        return pictures.circuit(edges, **(given | {"nodes": drawn} | options))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Circuit) and self.graph == other.graph and torch.equal(self.mask, other.mask)
@@ -483,6 +490,36 @@ class EdgeScores:
                 reach(more)
         return self._circuit(chosen)
 
+    @property
+    def nodes(self) -> dict[str, float]:
+        """What each head and MLP counts: the sum over the edges that leave it.
+
+        All that reads a node reads it through an edge. So of scores from gradients this is the gradient at the node's
+        output times its difference: attribution patching of nodes (NAP, and NAP-IG of `"inputs"` and `"activations"`).
+        """
+        return dict(zip(self.graph.senders, self.values.sum(0).tolist(), strict=True))
+
+    @refuse_wrong_types
+    def top_nodes(self, n: int, absolute: bool = True) -> Circuit:
+        """The edges between the `n` nodes that count most (see `nodes`), and from them to the logits.
+
+        Args:
+            n, absolute: as for `top`.
+
+        Raises:
+            ValueError: there are not so many.
+        """
+        graph, counts = self.graph, self.values.sum(0)
+        if not 0 <= n <= len(counts):
+            raise ValueError(f"n is {n}; there are {len(counts)} nodes")
+        chosen = torch.zeros(len(counts), dtype=torch.bool)
+        chosen[(counts.abs() if absolute else -counts).sort(descending=True, stable=True).indices[:n]] = True
+        reading = torch.zeros(len(graph.receivers), dtype=torch.bool)
+        reading[[len(graph.receivers) - 1, *(i for s in chosen.nonzero().flatten() for i in graph.inputs[int(s)])]] = (
+            True
+        )
+        return self._circuit(graph.exists & chosen & reading[:, None])
+
     def _rank(self, absolute: bool) -> Tensor:
         return self.values.abs() if absolute else -self.values
 
@@ -521,8 +558,8 @@ def faithfulness_curve(
     Args:
         scores: what the circuits are chosen by.
         bridge, clean, corrupted, metric, ablation, reference: as for `Circuit.evaluate`.
-        shares: parts of all edges.
-        choose: ``"top"`` or ``"greedy"``.
+        shares: parts of all edges, or of all nodes.
+        choose: ``"top"`` or ``"greedy"`` edges, or ``"top_nodes"``.
         absolute: as for `EdgeScores.top`.
 
     Raises:
@@ -534,10 +571,12 @@ def faithfulness_curve(
         >>> curve.cpr, curve.cmd
         (0.75, 0.25)
     """
-    check_choice("choose", choose, ("top", "greedy"))
+    check_choice("choose", choose, ("top", "greedy", "top_nodes"))
     if not shares or not shares[0] >= 0 or not shares[-1] <= 1 or list(shares) != sorted(set(shares)):
         raise ValueError(f"shares are {tuple(shares)}; they must grow, from 0 to 1")
-    pick = scores.top if choose == "top" else scores.greedy
-    masks = [pick(round(share * scores.graph.n_edges), absolute).mask for share in shares]
+    pick = {"top": scores.top, "greedy": scores.greedy, "top_nodes": scores.top_nodes}[choose]
+    whole = len(scores.graph.senders) if choose == "top_nodes" else scores.graph.n_edges
+    # The benchmark's code rounds down, and leaves out what is on no way from the embeddings to the logits.
+    masks = [pick(int(share * whole), absolute).pruned().mask for share in shares]
     found = evaluations(scores.graph, masks, bridge, clean, corrupted, metric, ablation, reference)
     return Curve(tuple(shares), tuple(one.faithfulness for one in found))

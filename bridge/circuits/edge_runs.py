@@ -15,12 +15,18 @@ from bridge.bridge import TransformerBridge
 from bridge.circuits.graph import Graph, Metric, Port, heads_of, names_of, written, written_in_both
 from bridge.hooks.arguments import check_choice
 from bridge.hooks.hooks import HookPoint
-from bridge.patching.corrupted import CorruptedRun, may_start_later, tokens_per_run
-from bridge.patching.sweep import Job, Patch, Sweep
+from bridge.patching.runs import Edit, Patch, PatchedRuns
 
 
-class EdgeRun:
-    """One run of some prompts for each of several sets of edges, all in one batch.
+@torch.no_grad()
+def run_with_edges_replaced(
+    graph: Graph,
+    bridge: TransformerBridge,
+    tokens: Int[Tensor, "batch pos"],
+    other: Float[Tensor, "sender batch_or_one pos d_model"],
+    replaced: Bool[Tensor, "set receiver sender"],
+) -> Float[Tensor, "set batch pos d_vocab"]:
+    """The logits of some prompts for each of several sets of edges, all in one batch.
 
     Every receiver reads the stream of this very run, to which is added, for each replaced edge, what the sender wrote
     in the other run less what it writes in this one. Norms, attention and MLPs are then computed from that by the
@@ -29,76 +35,51 @@ class EdgeRun:
     Args:
         graph: the graph.
         bridge: the bridge.
+        tokens: the prompts, ``[batch, pos]``.
         other: what replaces the senders, ``[sender, batch, pos, d_model]``, or one row for all.
         replaced: for each set, which edges carry it, ``[set, receiver, sender]``.
     """
+    sets, (batch, length) = len(replaced), tokens.shape
+    weights = (replaced & graph.exists).to(other.device, other.dtype)
+    other = other.expand(-1, batch, length, -1)
+    change = other.new_zeros(sets, *other.shape)  # of each sender: the other run less this one
+    seen: dict[str, Tensor] = {}
 
-    def __init__(
-        self,
-        graph: Graph,
-        bridge: TransformerBridge,
-        other: Float[Tensor, "sender batch_or_one pos d_model"],
-        replaced: Bool[Tensor, "set receiver sender"],
-    ) -> None:
-        self.graph, self.bridge, self.other = graph, bridge, other
-        self.replaced = (replaced & graph.exists).to(other.device, other.dtype)
-        self.sets = len(replaced)
-        self._seen: dict[str, Tensor] = {}
-        self._other = self._change = other
+    def write(sender: int, parts: Float[Tensor, "part rows pos d_model"]) -> None:
+        here, at = parts.unflatten(1, (sets, -1)).movedim(1, 0), slice(sender, sender + len(parts))
+        torch.sub(other[at], here, out=change[:, at])
 
-    @torch.no_grad()
-    def logits(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "set batch pos d_vocab"]:
-        """The logits of each set.
-
-        Args:
-            tokens: the prompts, ``[batch, pos]``.
-        """
-        batch, length = tokens.shape
-        self._other = self.other.expand(-1, batch, length, -1)
-        self._change = self.other.new_zeros(self.sets, *self._other.shape)
-        self._seen = {}
-        hooks: list[Any] = [("blocks.0.hook_resid_pre", self._embed)]
-        for layer in range(len(self.graph.layers)):
-            hooks += [(name, self._see) for name in names_of(self.graph, self.bridge, layer)]
-        used = self.replaced.bool().any(0)
-        for port in self.graph.ports:
-            if used[port.first : port.first + port.count].any():
-                hooks.append((port.name, self._reading(port)))
-        logits = self.bridge.run_with_hooks(tokens.repeat(self.sets, 1), fwd_hooks=hooks)
-        return logits.unflatten(0, (self.sets, batch))
-
-    def _embed(self, stream: Tensor, hook: HookPoint) -> None:
-        self._write(0, stream.unsqueeze(0))
-
-    def _see(self, activation: Tensor, hook: HookPoint) -> None:
+    def see(activation: Tensor, hook: HookPoint) -> None:
         """Notes what a layer's senders write; heads count when all that is needed of them was seen."""
         layer = hook.layer()
-        first, shape = self.graph.first_head[layer], self.graph.layers[layer]
+        first, shape = graph.first_head[layer], graph.layers[layer]
         if hook.name.endswith("hook_mlp_out"):
-            self._write(first + shape.heads, activation.unsqueeze(0))
-            return
-        self._seen[hook.name] = activation
-        names = [name for name in names_of(self.graph, self.bridge, layer) if not name.endswith("hook_mlp_out")]
-        if all(name in self._seen for name in names):
-            self._write(first, heads_of(self.bridge, self._seen, layer))
-            self._seen = {}
+            return write(first + shape.heads, activation.unsqueeze(0))
+        seen[hook.name] = activation
+        names = [name for name in names_of(graph, bridge, layer) if not name.endswith("hook_mlp_out")]
+        if all(name in seen for name in names):
+            write(first, heads_of(bridge, seen, layer))
+            seen.clear()
+        return None
 
-    def _write(self, sender: int, parts: Float[Tensor, "part rows pos d_model"]) -> None:
-        """Keeps by how much senders of the other run differ from this one's."""
-        here = parts.unflatten(1, (self.sets, -1)).movedim(1, 0)
-        n = len(parts)
-        torch.sub(self._other[sender : sender + n], here, out=self._change[:, sender : sender + n])
-
-    def _reading(self, port: Port) -> Callable[..., Tensor]:
-        weights = self.replaced[:, port.first : port.first + port.count, : port.upstream]
+    def reading(port: Port) -> Callable[..., Tensor]:
+        chosen = weights[:, port.first : port.first + port.count, : port.upstream]
 
         def read(stream: Tensor, hook: HookPoint) -> Tensor:
-            change = self._change[:, : port.upstream]  # set sender batch pos d_model
-            added = (weights @ change.flatten(2)).unflatten(2, change.shape[2:])
+            upstream = change[:, : port.upstream]  # set sender batch pos d_model
+            added = (chosen @ upstream.flatten(2)).unflatten(2, upstream.shape[2:])
             by_row = added.permute(0, 2, 3, 1, 4).flatten(0, 1)
             return stream + (by_row if port.per_head else by_row.squeeze(-2)).to(stream.dtype)
 
         return read
+
+    hooks: list[Any] = [("blocks.0.hook_resid_pre", lambda stream, hook: write(0, stream.unsqueeze(0)))]
+    for layer in range(len(graph.layers)):
+        hooks += [(name, see) for name in names_of(graph, bridge, layer)]
+    used = weights.bool().any(0)
+    hooks += [(port.name, reading(port)) for port in graph.ports if used[port.first : port.first + port.count].any()]
+    logits = bridge.run_with_hooks(tokens.repeat(sets, 1), fwd_hooks=hooks)
+    return logits.unflatten(0, (sets, batch))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -111,7 +92,7 @@ ABLATIONS = ("resample", "mean", "zero")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a circuit does.
+    """The metric of a circuit alone, beside the whole model's and what is left without the circuit.
 
     Attributes:
         model: the metric of the whole model.
@@ -147,7 +128,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Curve:
-    """Faithfulness against size.
+    """The faithfulness of circuits of several sizes.
 
     Attributes:
         shares: parts of all edges, from small to large.
@@ -201,11 +182,11 @@ def evaluations(
     other = _other(graph, bridge, corrupted, ablation, reference)
     with torch.no_grad():
         model = float(metric(bridge(clean)))
-        ablated = float(metric(EdgeRun(graph, bridge, other, graph.exists[None]).logits(clean)[0]))
+        ablated = float(metric(run_with_edges_replaced(graph, bridge, clean, other, graph.exists[None])[0]))
         found = []
         for mask in masks:
             replaced = torch.stack([graph.exists & ~mask, mask])
-            alone, without = EdgeRun(graph, bridge, other, replaced).logits(clean)
+            alone, without = run_with_edges_replaced(graph, bridge, clean, other, replaced)
             share = int(mask.sum()) / graph.n_edges
             found.append(Evaluation(model, ablated, float(metric(alone)), float(metric(without)), share))
     return found
@@ -258,36 +239,25 @@ def effects_of_edges(
     values = torch.zeros(graph.exists.shape, dtype=torch.float64)
     differs = [part.abs().amax((0, 2)).nonzero().flatten() for part in change]
     wanted = [(receiver, sender) for receiver, sender in wanted if len(differs[sender])]
+    base = float(metric(one.logits))
+    ports = [graph.port_of[receiver] for receiver, _ in wanted]
+    hooks = [bridge.hook_dict[port.name] for port in ports]
+    patches = []
+    for index, ((receiver, sender), port, hook) in enumerate(zip(wanted, ports, hooks, strict=True)):
+        which = receiver - port.first if port.per_head else None
+        patches.append(Patch(index, hook, int(differs[sender][0]), _adding(change[sender], which)))
     with tqdm(total=len(wanted), desc="patching edges", unit="edge", disable=not verbose) as bar:
-        run = CorruptedRun(bridge, clean, [0]) if may_start_later(bridge) else None
-        base = float(metric(one.logits))
-        if run is None or not run.steps:
-            for receiver, sender in wanted:
-                replaced = torch.zeros_like(graph.exists)
-                replaced[receiver, sender] = True
-                logits = EdgeRun(graph, bridge, other.parts, replaced[None]).logits(clean)[0]
-                values[receiver, sender] = float(metric(logits)) - base
-                bar.update()
-            return values
-        jobs = []
-        for index, (receiver, sender) in enumerate(wanted):
-            port = graph.port_of[receiver]
-            start = int(differs[sender][0]) if run.positions else 0
-            which = receiver - port.first if port.per_head else None
-            jobs.append(Job(index, bridge.hook_dict[port.name], start, _adding(change[sender], which)))
-        size = one.logits.element_size()
-        most = tokens_per_run(bridge.cfg, one.logits.device, clean.shape[1], size) // clean.shape[0]
-        for job, logits in Sweep(run, lambda length: max(1, most // (length * bridge.cfg.n_heads))).logits(jobs):
-            receiver, sender = wanted[job.index]
+        for patch, logits in PatchedRuns(bridge, clean, hooks, size=bridge.cfg.n_heads).logits(patches):
+            receiver, sender = wanted[patch.index]
             values[receiver, sender] = float(metric(logits)) - base
             bar.update()
     return values
 
 
-def _adding(change: Float[Tensor, "batch pos d_model"], which: int | None) -> Callable[[int], Patch]:
+def _adding(change: Float[Tensor, "batch pos d_model"], which: int | None) -> Callable[[int], Edit]:
     """A patch that adds to a stream, or to one head's view of it."""
 
-    def of(start: int) -> Patch:
+    def of(start: int) -> Edit:
         def add(stream: Tensor) -> Tensor:
             if which is None:
                 return stream + change[:, start:]

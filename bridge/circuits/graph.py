@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from bridge.analysis.analysis import refuse_no_sum
 from bridge.analysis.layer_outputs import post_norm
-from bridge.analysis.requirements import refuse_no_sum
 from bridge.bridge import TransformerBridge
 from bridge.hooks.arguments import refuse_wrong_types
 from bridge.hooks.names import suggestion
@@ -25,7 +25,7 @@ from bridge.hooks.names import suggestion
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What a layer has.
+    """How many heads a layer has, and whether an MLP beside them.
 
     Attributes:
         heads, key_heads: how many query heads, and key and value heads; 0 without attention.

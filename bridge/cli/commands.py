@@ -177,7 +177,7 @@ def _example(bridge: TransformerBridge, prompt: str) -> dict[str, Tensor]:
 _OPTIONS = (
     "hook_points", "out", "context_size", "dtype", "tokens_per_shard", "max_tokens", "column", "prepend_bos",
     "separator", "pack", "keep_special", "rows", "batch_size", "device", "model_dtype", "format", "engine", "workers",
-    "address", "gpus_per_worker", "progress",
+    "address", "gpus_per_worker", "progress", "checksums",
 )  # fmt: skip
 
 
@@ -196,7 +196,7 @@ def add_harvest(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument("--check", metavar="FOLDER", help="compare a folder with its manifest, and do nothing else")
     parser.add_argument("--points", dest="hook_points", nargs="+", metavar="NAME", help="hook points")
     add_interventions(parser)
-    parser.add_argument("--out", metavar="FOLDER", help="where the shards go; the same command goes on there")
+    parser.add_argument("--out", metavar="FOLDER", help="where the shards go, or a URL; the same command goes on there")
     parser.add_argument("--context-size", type=int, default=128, metavar="TOKENS")
     parser.add_argument("--dtype", default="float16", choices=["float16", "float32", "float64"])
     parser.add_argument("--tokens-per-shard", type=int, default=2**20, metavar="TOKENS")
@@ -219,6 +219,7 @@ def add_harvest(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, default=2, help="for Ray")
     parser.add_argument("--address", help="of a Ray cluster")
     parser.add_argument("--gpus-per-worker", type=float, default=0, help="for Ray")
+    parser.add_argument("--checksums", action="store_true", help="read the shards that are there, and mend them")
     parser.add_argument("--quiet", dest="progress", **off, help="no line that shows how far it is")
     parser.set_defaults(parser=parser)
     return parser

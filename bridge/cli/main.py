@@ -1,4 +1,9 @@
-"""The command line: one parser, and a command for each thing that is done often."""
+"""The command line: one parser, and a command for each thing that is done often.
+
+A command names a model (`bridge/cli/model.py`), calls what a user would call in Python, and prints what it returns.
+What is wrong with its arguments is said in one line, without a traceback, and the exit status says so. Torch is loaded
+by the command that needs it, so that `--help` is quick.
+"""
 
 from __future__ import annotations
 

@@ -16,10 +16,11 @@ from torch.nn import functional
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from adapters.imports import ExportedModel, HfExporter, decompose_for_generation
+from adapters.observe.observe import SeesAttention
 from adapters.views import Args, Kwargs
 from adapters.views.attention import KernelArguments
 from bridge.export.formats import Example, ForExecutorch, Format, check_can_take, example_of, format_of
-from bridge.taps.tap import PatchedFunction, calling_instead
+from bridge.taps.taps import PatchedFunction, calling_instead
 from bridge.version import __version__
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -34,13 +35,6 @@ from bridge.version import __version__
 
 
 _NAME = "scaled_dot_product_attention"
-
-
-class SeesAttention(Protocol):
-    """What is shown a call of `scaled_dot_product_attention` in its place."""
-
-    def scaled_dot_product(self, kernel: Callable[..., Tensor], given: KernelArguments) -> Tensor:
-        """What the call returns, by this kernel."""
 
 
 #: What sees the attention that a tapped module is computing now, if any does.

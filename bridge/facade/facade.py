@@ -1,4 +1,20 @@
-"""A Hugging Face model with its hook points: construction, what an `nn.Module` does, copies."""
+"""A Hugging Face model with its hook points: construction, what an `nn.Module` does, copies.
+
+What comes in is a model, and perhaps a tokenizer or a declaration. What goes out is the object that users hold. In
+order:
+
+1. `adapters.map_model` says which module plays which part. Where the class is not declared, a declaration is read from
+   the folder of those that were found before, or inferred from one run; either is proved on this model, and what could
+   not be proved is said in one line.
+2. `Names` makes hook points of the declared points, by canonical name and by every alias.
+3. `Wiring` is given them. It attaches nothing until somebody listens.
+4. What an `nn.Module` is asked (parameters, mode, device, state dict) is answered by the model itself.
+
+The methods stand in the other files of this room, by subject, in one line of classes: each has its documentation and
+one line of code, which calls the room where the work is done. Refused are models whose class is not declared and of
+which nothing can be inferred, and declarations that do not hold. This room knows no architecture, and no hook point by
+name.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +48,7 @@ from adapters.registry import UnsupportedModelError, has_declaration, inherits_d
 from adapters.spread import Layout, layout_of, number_of
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import Names
+from bridge.run.inputs import RunnableBridge
 from bridge.version import __version__
 from bridge.weights import NameTree
 from bridge.wiring.compiled import strip
@@ -47,6 +64,19 @@ _ADAPTERS = {
     "none": "no adapter", "there": "an adapter, which was not used",
     "other options": "an adapter for other options than these",
 }  # fmt: skip
+
+#: What TransformerLens' bridge and nnsight have besides, and what to use.
+_ELSEWHERE = {
+    "clear_hook_registry": "reset_hooks(including_permanent=True): hook points themselves stay",
+    "composition_layer_indices": "[index for index, _ in bridge.blocks_with('attn')]",
+    "QK_for_attn_layers": "bridge.stack_params_for('attn', 'attn.W_Q') and '...W_K', and FactoredMatrix(W_Q, W_K.mT)",
+    "OV_for_attn_layers": "bridge.stack_params_for('attn', 'attn.W_V') and '...W_O', and FactoredMatrix(W_V, W_O)",
+    "block_hooks": "[name for name in bridge.hook_dict if name.startswith('blocks.0.')]",
+    "block_submodules": "dir(bridge.blocks[0])",
+    "prepare_multimodal_inputs": "bridge(**AutoProcessor.from_pretrained(name)(text, images, return_tensors='pt'))",
+    "get_params": "tl_parameters(): zeros are not made up for what is missing",
+    "lm_head": "bridge.unembed, bridge.original_model.lm_head, or in a trace run.module('lm_head').output",
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -173,7 +203,7 @@ def _asking(compares: bool, patience: float, found: ModelMap) -> ModelMap:
     return found if found.layout is None else replace(found, layout=found.layout.asking(compares, patience))
 
 
-class WrappedModel(nn.Module):
+class WrappedModel(nn.Module, RunnableBridge):
     """What all methods of a bridge stand on. The class that users see is `TransformerBridge`.
 
     Args:
@@ -386,9 +416,19 @@ class WrappedModel(nn.Module):
         """The model's own state dict."""
         return self.original_model.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """The model's own `load_state_dict`."""
-        return self.original_model.load_state_dict(*args, **kwargs)
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """The model's own `load_state_dict`.
+
+        Raises:
+            ValueError: the names are the canonical ones, HookedTransformer's.
+        """
+        if state_dict and not state_dict.keys() - self.weights.getters.keys():
+            raise ValueError(
+                f"the state dict has HookedTransformer's names, such as {next(iter(state_dict))!r}, and this takes the "
+                "model's own: bridge.legacy.HookedTransformer(bridge.original_model).load_state_dict takes them, and "
+                "writes to the same model"
+            )
+        return self.original_model.load_state_dict(state_dict, *args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's parameters under its own names."""
@@ -469,6 +509,8 @@ class WrappedModel(nn.Module):
                 raise
         if isinstance(getattr(type(self), name, None), property):
             return object.__getattribute__(self, name)  # it is there, and says itself what it lacks
+        if name in _ELSEWHERE:
+            raise AttributeError(f"the bridge has no {name!r}. Use {_ELSEWHERE[name]}")
         return self.__dict__["_tree"].get("", name, [own for own in dir(type(self)) if own[0] != "_"])
 
     def __dir__(self) -> list[str]:

@@ -14,7 +14,6 @@ from transformers import StoppingCriteria
 from adapters import imports as versions
 from bridge import generation, programs
 from bridge import trace as tracing
-from bridge.facade.hooks import HookMethods, TokenMethods
 from bridge.facade.runs import RunMethods
 from bridge.facade.weights import WeightMethods
 from bridge.hooks.arguments import refuse_wrong_types
@@ -25,8 +24,10 @@ from bridge.run.inputs import NAMES, HookSpec, Input, Request, unpacked
 from bridge.run.run import check_specs
 from bridge.run.tokenization import as_tokens
 
+T = TypeVar("T")
 
-class GenerationMethods(HookMethods, WeightMethods, TokenMethods):
+
+class GenerationMethods(RunMethods, WeightMethods):
     """The methods of a bridge that generate."""
 
     @property
@@ -47,6 +48,7 @@ class GenerationMethods(HookMethods, WeightMethods, TokenMethods):
         temperature: float | None = None,
         freq_penalty: float = 0.0,
         repetition_penalty: float | None = None,
+        *,
         num_return_sequences: int = 1,
         use_past_kv_cache: bool = True,
         prepend_bos: bool | None = None,
@@ -226,8 +228,8 @@ class GenerationMethods(HookMethods, WeightMethods, TokenMethods):
     def hf_generate(
         self,
         input: Input = "",
-        prepend_bos: bool | None = None,
         *,
+        prepend_bos: bool | None = None,
         return_type: str | None = None,
         stop_at_eos: bool = True,
         use_past_kv_cache: bool | None = None,
@@ -289,17 +291,7 @@ class GenerationMethods(HookMethods, WeightMethods, TokenMethods):
             generation.generation.stream(self, input, dict(arguments)), max_tokens_per_yield
         )
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Tracing: interventions as plain Python, in the order in which the model runs.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-T = TypeVar("T")
-
-
-class TraceMethods(RunMethods, GenerationMethods):
-    """The methods of a bridge that trace its model."""
+    # Tracing: interventions as plain Python, in the order in which the model runs.
 
     @property
     def _model_order(self) -> tracing.stops.ModelOrder:
@@ -386,7 +378,7 @@ class TraceMethods(RunMethods, GenerationMethods):
 
     @refuse_wrong_types
     def trace_edit(
-        self, body: tracing.edit.Body, *, prompt: Input | None = None, points: Sequence[str] | None = None
+        self, body: tracing.edit.TraceBody, *, prompt: Input | None = None, points: Sequence[str] | None = None
     ) -> tracing.edit.Edit:
         """Turns the body of a trace, written as a function, into hooks for `hooks`, `run_with_hooks` and `generate`.
 
@@ -453,14 +445,7 @@ class TraceMethods(RunMethods, GenerationMethods):
         """
         return x
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Programs: a run with its hooks as a plain module, here or in another runtime.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-class ProgramMethods(HookMethods, TokenMethods):
-    """The methods of a bridge that make programs of runs."""
+    # Programs: a run with its hooks as a plain module, here or in another runtime.
 
     def program(
         self,

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from adapters.config import ModelFields
 from bridge import embedded, loading
-from bridge.facade.weights import ProcessingMethods
-from bridge.native import NativeConfig
+from bridge.facade.weights import WeightMethods
 
 
-class LoadingMethods(ProcessingMethods):
+class LoadingMethods(WeightMethods):
     """The class methods of a bridge that load or make a model."""
 
     @classmethod
@@ -92,7 +92,7 @@ class LoadingMethods(ProcessingMethods):
             >>> TransformerBridge.boot_transformers(str(MODEL_DIR)).cfg.n_layers
             4
         """
-        source = loading.loading.Source(
+        source = loading.loading.ModelOrigin(
             name=model_name, revision=revision, checkpoint_index=checkpoint_index, checkpoint_value=checkpoint_value,
             gguf_file=gguf_file, cache_dir=cache_dir, force_download=force_download,
             local_files_only=local_files_only, token=token, trust_remote_code=trust_remote_code,
@@ -121,7 +121,7 @@ class LoadingMethods(ProcessingMethods):
     @classmethod
     def boot_native(
         cls,
-        config: NativeConfig | Mapping[str, object],
+        config: ModelFields | Mapping[str, object],
         tokenizer: PreTrainedTokenizerBase | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -130,7 +130,7 @@ class LoadingMethods(ProcessingMethods):
         """A small transformer with random weights, for studies of toy models.
 
         Args:
-            config: a `NativeConfig`, or its fields.
+            config: a `NativeConfig`, its fields, or a configuration of HookedTransformer's (`bridge.legacy`).
             tokenizer: for text input; None: the one that the configuration's `tokenizer_name` names, if it does.
             device, dtype, model_name: in place of the configuration's.
 

@@ -14,13 +14,13 @@ from torch import Tensor
 from adapters.views.basis import Basis, Error, InBasis
 from bridge import lens as lenses
 from bridge.bases.bases import BasisRequest, modules_of, one_of, takes_over, written_later
-from bridge.cache import ActivationCache
+from bridge.cache import ActivationCache, cache_of_run
 from bridge.facade.hooks import HookMethods, TokenMethods
 from bridge.hooks.context import Listener, Scope
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import NamesFilter, named_one_by_one
 from bridge.run.inputs import HookSpec, Input, Request
-from bridge.run.recorder import PosSlice, Recorder, watching
+from bridge.run.recorder import ActivationRecorder, PosSlice, watching
 from bridge.run.run import check_specs, clear_all_contexts, hooked, lm_loss, points_of_run, run_model, runs_some_layers
 
 
@@ -52,6 +52,7 @@ class RunMethods(HookMethods, TokenMethods):
         prepend_bos: bool | None = None,
         padding_side: str | None = None,
         attention_mask: Tensor | NDArray[Any] | None = None,
+        *,
         start_at_layer: int | None = None,
         stop_at_layer: int | None = None,
         **model_kwargs: Any,
@@ -140,12 +141,14 @@ class RunMethods(HookMethods, TokenMethods):
         """
         points = self.points_of_run(names_filter, forward_kwargs)
         part = runs_some_layers(forward_kwargs)
-        recorder = Recorder(points, pos_slice, device, incl_bwd, check=not part, everything=names_filter is None)
+        recorder = ActivationRecorder(
+            points, pos_slice, device, incl_bwd, check=not part, everything=names_filter is None
+        )
         with recorder.attached(self.wiring):
             output = self.forward(input, **forward_kwargs)
             if incl_bwd:
                 recorder.backward(output)
-        cache = ActivationCache(recorder.finish(named_one_by_one(names_filter)), self)
+        cache = cache_of_run(recorder.finish(named_one_by_one(names_filter)), self)
         if remove_batch_dim:
             cache.remove_batch_dim()
         if not reset_hooks_end:
@@ -233,7 +236,7 @@ class RunMethods(HookMethods, TokenMethods):
         check_specs("bwd_hooks", bwd_hooks)
         for names, _ in (*fwd_hooks, *bwd_hooks):
             self.points_of_run(names, forward_kwargs)
-        with self.hooks(fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts):
+        with hooked(self, fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts):
             return self.forward(input, **forward_kwargs)
 
     @contextmanager
@@ -277,14 +280,7 @@ class RunMethods(HookMethods, TokenMethods):
         """
         return points_of_run(self, names, forward_kwargs)
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Reading the residual stream as next tokens.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-class LensMethods(RunMethods):
-    """The method of a bridge that reads its residual stream."""
+    # Reading the residual stream as next tokens.
 
     def lens(
         self,
@@ -317,14 +313,7 @@ class LensMethods(RunMethods):
         """
         return lenses.lens(self, input, kind, pos_slice, layers, prepend_bos, attention_mask)
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Hook points in a basis of the user's.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-class BasisMethods(RunMethods):
-    """The methods of a bridge that place hook points in a basis, and that hold parts of a run."""
+    # Hook points in a basis of the user's.
 
     @property
     def bases(self) -> list[HookPoint]:

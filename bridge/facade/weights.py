@@ -10,11 +10,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from bridge.analysis import svd as weight_analysis
+from bridge.analysis.analysis import Index, layer_of
 from bridge.analysis.layer_outputs import neuron_labels
-from bridge.analysis.requirements import Index, layer_of
 from bridge.analysis.residual import Tokens, directions_of
 from bridge.analysis.svd import Labels, all_scores
-from bridge.facade.facade import WrappedModel
 from bridge.facade.hooks import TokenMethods
 from bridge.hooks.arguments import refuse_wrong_types
 from bridge.hooks.context import without_hooks
@@ -30,7 +29,7 @@ from bridge.weights import (
 from weight_processing.process import OFF, ON, Choice, process, restore
 
 
-class WeightMethods(WrappedModel):
+class WeightMethods(TokenMethods):
     """The weights of a bridge. Those of one block are attributes of it: ``bridge.blocks[3].attn.W_Q``.
 
     A block's weights, and the embeddings, are views of the model's own parameters. The stacks over all layers are new
@@ -178,17 +177,11 @@ class WeightMethods(WrappedModel):
         """The MLPs' output biases."""
         return self._stack("mlp", "b_out")
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# HookedTransformer's weight processing, on the Hugging Face model's own parameters.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-class ProcessingMethods(WeightMethods):
-    """The methods of a bridge that process weights."""
+    # HookedTransformer's weight processing, on the Hugging Face model's own parameters.
 
     def process_weights(
         self,
+        *,
         fold_ln: Choice = ON,
         center_writing_weights: Choice = ON,
         center_unembed: Choice = ON,
@@ -235,6 +228,7 @@ class ProcessingMethods(WeightMethods):
 
     def enable_compatibility_mode(
         self,
+        *,
         fold_ln: Choice = ON,
         center_writing_weights: Choice = ON,
         center_unembed: Choice = ON,
@@ -264,12 +258,12 @@ class ProcessingMethods(WeightMethods):
         """
         if not no_processing:
             self.process_weights(
-                fold_ln,
-                center_writing_weights,
-                center_unembed,
-                fold_value_biases,
-                refactor_factored_attn_matrices,
-                check,
+                fold_ln=fold_ln,
+                center_writing_weights=center_writing_weights,
+                center_unembed=center_unembed,
+                fold_value_biases=fold_value_biases,
+                refactor_factored_attn_matrices=refactor_factored_attn_matrices,
+                check=check,
             )
 
     def restore_processing(self) -> None:
@@ -285,14 +279,7 @@ class ProcessingMethods(WeightMethods):
         """
         restore(self, without_hooks)
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What the weights say about heads and logits.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-class AnalysisMethods(WeightMethods, TokenMethods):
-    """The methods of a bridge that study its weights; names and shapes are HookedTransformer's."""
+    # What the weights say about heads and logits.
 
     @property
     def layer_types(self) -> Labels:
@@ -310,17 +297,19 @@ class AnalysisMethods(WeightMethods, TokenMethods):
         return Labels("+".join(names) or "unknown" for names in layers.values())
 
     @refuse_wrong_types
-    def blocks_with(self, part: str) -> list[tuple[int, Component]]:
+    def blocks_with(self, part: str | None = None, *, submodule: str | None = None) -> list[tuple[int, Component]]:
         """The layers that have a part, with their indices: what hybrids are gone through by.
 
         Args:
             part: ``attn``, ``mixer``, ``mlp`` or ``cross_attn``, or another of those in `layer_types`.
+            submodule: another name of `part`.
 
         Returns:
             ``[(index, block), ...]``; of an encoder-decoder the encoder's, then the decoder's, each with its own index.
 
         Raises:
             ValueError: no part is called so.
+            TypeError: not one part.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -330,7 +319,11 @@ class AnalysisMethods(WeightMethods, TokenMethods):
             >>> bridge.blocks_with("mixer")
             []
         """
-        return layers_with(part, parts_of_layers(self._tree, self.architecture, self.cfg), self._tree)
+        if (part is None) == (submodule is None):
+            raise TypeError("blocks_with takes one part: as `part`, or as `submodule`")
+        return layers_with(
+            part or submodule or "", parts_of_layers(self._tree, self.architecture, self.cfg), self._tree
+        )
 
     @property
     def OV(self) -> FactoredMatrix:
@@ -382,7 +375,7 @@ class AnalysisMethods(WeightMethods, TokenMethods):
             >>> bool((scores[0, :, 1] > 0).all()), bool((scores[1, :, 1] == 0).all())
             (True, True)
         """
-        return all_scores(self, mode)
+        return all_scores(self.OV, self.QK, mode)
 
     @refuse_wrong_types
     def accumulated_bias(

@@ -1,7 +1,7 @@
 """What is found in a basis: attribution to features, their graph, interchange interventions, subspaces, directions."""
 
-from bridge.features.attribution import evaluate_features, feature_attribution, feature_logit_attrs
 from bridge.features.directions import Direction, direction, write_into_weights, written_points
+from bridge.features.features import evaluate_features, feature_attribution, feature_logit_attrs
 from bridge.features.graph import AttributionGraph, Node, attribution_graph
 from bridge.features.interchange import RotationFit, fit_rotation, interchange
 

@@ -24,7 +24,7 @@ How = Literal["mean", "pca", "probe"]
 
 @dataclass(frozen=True, eq=False)
 class Direction:
-    """A direction that was found.
+    """A direction between two sets of prompts, and how well it tells them apart.
 
     Attributes:
         vector: of length one, from the negatives to the positives, ``[d]``.
@@ -78,9 +78,10 @@ def direction(
         >>> from bridge import TransformerBridge
         >>> from bridge.features import direction
         >>> bridge = TransformerBridge.boot_embedded()
-        >>> mary = bridge.to_tokens([f"{name} gave a drink to Mary" for name in ("John", "Tom", "James", "Daniel")])
-        >>> anna = bridge.to_tokens([f"{name} gave a drink to Anna" for name in ("John", "Tom", "James", "Daniel")])
-        >>> found = direction(bridge, mary, anna, "blocks.1.hook_resid_post")
+        >>> countries = ("France", "Spain", "Italy", "Germany")
+        >>> capital = [f"In {country}, the capital is" for country in countries]
+        >>> language = [f"The language of {country} is" for country in countries]
+        >>> found = direction(bridge, capital, language, "blocks.1.hook_resid_post")
         >>> found.vector.shape, found.accuracy
         (torch.Size([128]), 1.0)
     """
@@ -174,7 +175,7 @@ def written_points(bridge: TransformerBridge) -> list[str]:
 
 
 @torch.no_grad()
-def write_into_weights(bridge: TransformerBridge, vector: Float[Tensor, " d_model"]) -> None:
+def write_into_weights(bridge: TransformerBridge, vector: Float[Tensor, " d_model"] | Direction) -> None:
     """Makes the removal of a direction part of the weights: nothing writes along it any more (Arditi et al. 2024).
 
     The model is changed in place, and computes what it did with ``ProjectOut(vector)`` at `written_points`;
@@ -182,7 +183,7 @@ def write_into_weights(bridge: TransformerBridge, vector: Float[Tensor, " d_mode
 
     Args:
         bridge: the bridge.
-        vector: the direction.
+        vector: the direction, as a tensor or as `direction` found it.
 
     Raises:
         ValueError: something stands between the weights and the stream (a norm behind a part, or of the embeddings),
@@ -199,6 +200,7 @@ def write_into_weights(bridge: TransformerBridge, vector: Float[Tensor, " d_mode
         >>> bool((cache["blocks.2.hook_resid_post"] @ vector).abs().max() < 1e-4)
         True
     """
+    vector = vector.vector if isinstance(vector, Direction) else vector
     parts = ProcessedParts(bridge.weights)
     steps = [f"{block}.{named.name}" for block, _, named in parts.steps if named.step.post]
     begin = bridge.architecture.embedding

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from adapters.views.basis import InBasis, dense
-from bridge.analysis.requirements import refuse_training
+from bridge.analysis.analysis import refuse_training
 from bridge.bases.bases import takes_over, written_later
 from bridge.bridge import TransformerBridge
 from bridge.hooks.arguments import check_positive, refuse_wrong_types
@@ -30,18 +30,19 @@ _LINEAR_BEHIND = (
 
 @dataclass(frozen=True)
 class Node:
-    """A node of an attribution graph.
+    """A feature, an error, a token or a logit in an attribution graph.
 
     Attributes:
         kind: ``feature``; ``error``, what no basis explains of what stands at `point`; ``token``, what begins the
-            stream; ``logit``, less the mean of all logits.
+            stream; ``constant``, what decoders write at `point` where no feature is active, or at the point ``biases``
+            all that no other node sends; ``logit``, less the mean of all logits.
         point: the hook point that it stands on.
         pos: its position.
         index: the feature, or the token of a logit; 0 for other nodes.
         head: of features of each head, whose.
     """
 
-    kind: Literal["feature", "error", "token", "logit"]
+    kind: Literal["feature", "error", "token", "constant", "logit"]
     point: str
     pos: int
     index: int = 0
@@ -50,7 +51,8 @@ class Node:
     def __str__(self) -> str:
         place = self.point.removeprefix("blocks.").replace(".hook_", ".")
         of_head = "" if self.head is None else f".{self.head}"
-        return f"{place}[{self.pos}]{of_head}" + (f".{self.index}" if self.kind in ("feature", "logit") else "")
+        which = {"feature": f".{self.index}", "logit": f".{self.index}", "constant": ".constant"}.get(self.kind, "")
+        return f"{place}[{self.pos}]{of_head}{which}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -58,10 +60,11 @@ class AttributionGraph:
     """What every node sends directly to every other one, in one run.
 
     Attributes:
-        nodes: features, then errors, tokens and logits.
-        adjacency: ``[receiver, sender]``: how much of the receiver's value (a feature's before its bias, a logit less
-            the mean of all) comes straight from the sender, past no other node.
-        values: ``[node]``: features and logits as they are in the run; of errors and tokens the length of the vector.
+        nodes: features, then errors, tokens, constants and logits.
+        adjacency: ``[receiver, sender]``: how much of the receiver's value (of a logit less the mean of all) comes
+            straight from the sender, past no other node. The row of a feature or a logit adds up to its value.
+        values: ``[node]``: features and logits as they are in the run; of errors, tokens and constants the length of
+            the vector, and 0 for ``biases``, which is none.
         probabilities: of the logits' tokens.
     """
 
@@ -85,8 +88,9 @@ class AttributionGraph:
         return float(self.adjacency[self._at[receiver], self._at[sender]])
 
     def _shares(self) -> Float[Tensor, "node node"]:
-        """Each edge's share of the sizes of all that its receiver gets."""
+        """Each edge's share of the sizes of all that its receiver gets, constants aside: they explain nothing."""
         sizes = self.adjacency.abs()
+        sizes[:, [i for i, node in enumerate(self.nodes) if node.kind == "constant"]] = 0
         return sizes / sizes.sum(1, keepdim=True).clamp(min=1e-10)
 
     def influence(self) -> Float[Tensor, " node"]:
@@ -183,13 +187,16 @@ def attribution_graph(
 
     In that model attention patterns and norm factors are held at their values in this run, the layers that bases
     explain are replaced by their features and what they leave unexplained, and other MLPs are all error. So everything
-    between two features is linear, and what a feature gets from its senders adds up (Ameisen et al. 2025, "Circuit
-    Tracing: Revealing Computational Graphs in Language Models"; the graph is that of circuit-tracer). The encoders' own
-    derivative is taken where the features are, so for ReLU, JumpReLU and top-k it is their weights.
+    between two features is linear, and what a feature gets from its senders adds up to its value. What does not depend
+    on any of them has nodes, too: what each decoder writes where no feature is active, and ``biases``: those of the
+    encoder and of the model, and what is written at positions that are left out. Influence passes these over (Ameisen
+    et al. 2025, "Circuit Tracing: Revealing Computational Graphs in Language Models"; the graph is that of
+    circuit-tracer, which has no such nodes). The encoders' own derivative is taken where the features are, so for ReLU,
+    JumpReLU and top-k it is their weights.
 
     Features that are read inside an MLP or behind it (`mlp.hook_post`, and `hook_mlp_out` without `reads=`) get the
     MLP's derivative in this run: what enters such a feature is what a small change does, and does not add up. What it
-    sends is exact.
+    sends is exact. Such a feature gets nothing from ``biases``.
 
     Args:
         bridge: the bridge, in evaluation mode.
@@ -220,7 +227,7 @@ def attribution_graph(
         ...     encode, decode = lambda x: (x @ W).relu(), lambda f: f @ W.T
         ...     points.append(bridge.add_basis(write, "tc", encode=encode, decode=decode, reads=read).name)
         >>> graph = attribution_graph(bridge, bridge.to_tokens("Mary and John"), points, logits=1)
-        >>> {node.kind for node in graph.nodes} == {"feature", "error", "token", "logit"}
+        >>> {node.kind for node in graph.nodes} == {"feature", "error", "token", "constant", "logit"}
         True
         >>> graph.influence().shape == (len(graph.nodes),)
         True
@@ -324,6 +331,7 @@ class _ReplacementRun:
         self.features: list[_Source] = []
         self.errors: list[_Source] = []
         self.tokens: list[_Source] = []
+        self.constants: list[_Source] = []
         self.targets: list[Tensor] = []
         self._read: dict[str, Tensor] = {}
         self._leaves: dict[str, Tensor] = {}
@@ -358,9 +366,11 @@ class _ReplacementRun:
         """
 
         def replace(act: Tensor, hook: HookPoint) -> Tensor:
-            made = torch.zeros_like(act)
+            made = constant = torch.zeros_like(act)
             for layer, there in earlier:
-                made = made + there.decoded(self._leaves[layer.name], act)
+                leaf = self._leaves[layer.name]
+                made = made + there.decoded(leaf, act)
+                constant = constant + there.decoded(torch.zeros_like(leaf), act)
             if basis is not None:
                 view = basis.view
                 assert isinstance(view, InBasis)
@@ -373,13 +383,20 @@ class _ReplacementRun:
                 self.targets.append(found)
                 self._leaves[basis.name] = leaf
                 made = made + view.decoded(leaf, act)
+                constant = constant + view.decoded(torch.zeros_like(leaf), act)
                 if view.skip is not None:
                     made = made + view.skip(read)
-            error = (act.detach() - made.detach()).requires_grad_()
             positions = self.kept.nonzero().flatten()
-            nodes = [Node("error", hook.name, int(pos)) for pos in positions]
-            self.errors.append(_Source(nodes, error, positions))
-            return error + made
+
+            def source(kind: Literal["error", "constant"], value: Tensor) -> _Source:
+                nodes = [Node(kind, hook.name, int(pos)) for pos in positions]
+                return _Source(nodes, value.detach().requires_grad_(), positions)
+
+            self.errors.append(source("error", act - made))
+            if constant.any():
+                self.constants.append(source("constant", constant))
+                made = made - constant.detach() + self.constants[-1].leaf
+            return self.errors[-1].leaf + made
 
         return replace
 
@@ -391,9 +408,10 @@ class _ReplacementRun:
             probabilities: theirs.
             together: how many rows at once.
         """
-        sources = [*self.features, *self.errors, *self.tokens]
+        sources = [*self.features, *self.errors, *self.tokens, *self.constants]
         ends = [Node("logit", "logits", self.kept.numel() - 1, int(token)) for token in tokens]
         nodes = [node for source in sources for node in source.nodes]
+        nodes.append(Node("constant", "biases", 0))
         if not any(source.nodes for source in self.features):
             raise ValueError("no feature is active at these positions: there is nothing to attribute")
         values = [found[0][source.entries.unbind(1)] for source, found in zip(self.features, self.targets, strict=True)]
@@ -406,19 +424,30 @@ class _ReplacementRun:
             wanted = torch.zeros(len(some), len(rows), device=adjacency.device, dtype=receivers.dtype)
             wanted[range(len(some)), range(at, at + len(some))] = 1
             gradients = self._gradients(receivers, leaves, wanted)
-            adjacency[some, : len(nodes)] = torch.cat(
+            adjacency[some, : len(nodes) - 1] = torch.cat(
                 [_sent(source, gradient, len(some)) for source, gradient in zip(sources, gradients, strict=True)], 1
             ).to(adjacency.dtype)
-        sizes = [
-            source.leaf.detach()[0][source.entries].flatten(1).norm(dim=-1) for source in (*self.errors, *self.tokens)
-        ]  # fmt: skip
+        # Everything is linear in the nodes and constant otherwise, but for the insides of an MLP.
+        linear = [not self._bends(source.nodes) for source in self.features for _ in source.nodes] + [True] * len(ends)
+        rest = receivers.detach().to(adjacency.dtype) - adjacency[rows].sum(1)
+        adjacency[rows, len(nodes) - 1] = rest * torch.tensor(linear, device=rest.device)
+        vectors = (*self.errors, *self.tokens, *self.constants)
+        sizes = [source.leaf.detach()[0][source.entries].flatten(1).norm(dim=-1) for source in vectors]
+        sizes.append(receivers.new_zeros(1))
         whole = torch.cat([*(value.detach() for value in values), *sizes, self.logits[tokens].detach()])
         return AttributionGraph((*nodes, *ends), adjacency, whole.to(adjacency.dtype), probabilities)
+
+    def _bends(self, nodes: Sequence[Node]) -> bool:
+        """Whether an MLP is between the stream and the features of these nodes, so that what they get is a slope."""
+        point = nodes[0].point if nodes else ""
+        view = self.bridge.hook_dict[point].view if point else None
+        read = view.reads[0] if isinstance(view, InBasis) and view.reads else point.rpartition(".")[0]
+        return ".mlp." in read or read.endswith(".hook_mlp_out")
 
     def _gradients(self, receivers: Tensor, leaves: Sequence[Tensor], wanted: Tensor) -> Sequence[Tensor | None]:
         """Of each row of weights of the receivers: one by one where the model is spread, as DTensors know no vmap."""
         given = partial(torch.autograd.grad, receivers, leaves, retain_graph=True, allow_unused=True)
-        if not self.bridge.wiring.spread:
+        if self.bridge.wiring.sharing is None:
             return given(wanted, is_grads_batched=True)
         rows = [given(row) for row in wanted]
         return [None if of_leaf[0] is None else torch.stack(of_leaf) for of_leaf in zip(*rows, strict=True)]

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.parametrize import cached
 
 from adapters.views.basis import dense
-from bridge.analysis.requirements import refuse_training
+from bridge.analysis.analysis import refuse_training
 from bridge.bases.bases import Rotation
 from bridge.bridge import TransformerBridge
 from bridge.hooks.arguments import refuse_wrong_types
@@ -176,7 +176,7 @@ def fit_rotation(
     tested = round(n * held_out)
     if not 0 < tested < n:
         raise ValueError(f"of {n} pairs {tested} are held out: there must be some to train with, and some to test with")
-    search = _Search(base, source, labels, point, dimension, position, source_position, among)
+    search = _Alignment(base, source, labels, point, dimension, position, source_position, among)
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(n, generator=generator)
     train, test = order[tested:], order[:tested]
@@ -197,7 +197,7 @@ def fit_rotation(
     return RotationFit(rotation, accuracy, search.accuracy(bridge, None, search.wanted, test), measured, losses)
 
 
-class _Search:
+class _Alignment:
     """The pairs of a search, and what is done with them."""
 
     def __init__(

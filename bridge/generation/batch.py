@@ -24,9 +24,10 @@ from transformers.generation.continuous_batching.input_outputs import Continuous
 
 from adapters.imports import check_batching
 from adapters.linear import input_device
+from adapters.spread import refuse_context_parallel
 from bridge.bases.bases import read_by
 from bridge.cache import ActivationCache
-from bridge.generation.options import Generates, check_generates, decode
+from bridge.generation.options import RunnableBridge, check_generates, decode
 from bridge.generation.packed import (
     Edit,
     Packed,
@@ -214,7 +215,7 @@ class BatchOptions:
 
 
 def prompts_of(
-    bridge: Generates,
+    bridge: RunnableBridge,
     prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor,
     bos: bool | None,
     mask: Tensor | None = None,
@@ -256,7 +257,7 @@ def prompts_of(
 
 
 def generate_batch(
-    bridge: Generates,
+    bridge: RunnableBridge,
     prompts: Sequence[Sequence[int]],
     interventions: Sequence[HookSpec],
     each: Sequence[Sequence[HookSpec]] | None,
@@ -269,7 +270,8 @@ def generate_batch(
         prompts: as tokens.
         interventions, each, options: as there.
     """
-    bridge.wiring.refuse_own_rows("generate_batch")
+    if (sharing := bridge.wiring.sharing) is not None:
+        sharing.refuse("generate_batch", own_rows_alone=True)
     check_batching()
     check_generates(bridge)
     if bridge.core.config.is_encoder_decoder or not hasattr(bridge.core, "init_continuous_batching"):
@@ -292,12 +294,14 @@ def generate_batch(
         (good if request.error is None else failed).append(request)
     if not good:
         return iter([_answer(bridge, request, [], ()) for request in failed])
-    bridge.wiring.check_all_alike([[hook.name for hook in (*edits, *captured)], prompts, options.max_new_tokens])
+    refuse_context_parallel()
+    if sharing is not None:
+        sharing.check_alike([[hook.name for hook in (*edits, *captured)], prompts, options.max_new_tokens])
     check_batches(bridge)
     answers = _answers(_Batch(bridge, good, edits, captured, options), failed)
     next(answers)  # from here on its end is seen to, whether or not it is gone through
     # Where processes share the model, nothing else may be asked of it meanwhile: all are made before one is given.
-    return answers if bridge.wiring.group is None else iter(list(answers))
+    return answers if sharing is None else iter(list(answers))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -311,7 +315,7 @@ _PROVED: WeakKeyDictionary[nn.Module, dict[tuple[str | None, torch.dtype], str]]
 _PROOF, _PROOF_NEW = (7, 2, 4), 3
 
 
-def check_batches(bridge: Generates) -> None:
+def check_batches(bridge: RunnableBridge) -> None:
     """Refuses a model of which several requests at once are not what each is alone: tried once for each model.
 
     Raises:
@@ -329,14 +333,14 @@ def check_batches(bridge: Generates) -> None:
         )
 
 
-def _layer_kinds(bridge: Generates) -> str:
+def _layer_kinds(bridge: RunnableBridge) -> str:
     """What the layers of a model attend, or mix, with: the classes of these parts."""
     words = re.compile("attention|mixer|mamba|deltanet|recurrent|lstm|rwkv|shortconv", re.IGNORECASE)
     names = dict.fromkeys(type(module).__name__ for module in bridge.core.modules())
     return ", ".join([name for name in names if words.search(name)][:3]) or "layers of its own"
 
 
-def _why_not(bridge: Generates) -> str:
+def _why_not(bridge: RunnableBridge) -> str:
     """Why several requests of a model are not what each is alone; "" where they are."""
     core, drawn = bridge.core, torch.Generator().manual_seed(0)
     longest = bridge.cfg.n_ctx
@@ -389,7 +393,7 @@ def quiet_engine() -> Iterator[None]:
 
 
 def _edits(
-    bridge: Generates, interventions: Sequence[HookSpec], each: Sequence[Sequence[HookSpec]] | None, requests: int
+    bridge: RunnableBridge, interventions: Sequence[HookSpec], each: Sequence[Sequence[HookSpec]] | None, requests: int
 ) -> dict[HookPoint, list[Edit]]:
     """The functions at each hook point: those that a run would call now, those of all requests, those of each."""
     if each is not None and len(each) != requests:
@@ -412,7 +416,7 @@ def _edits(
     return found
 
 
-def _cannot(bridge: Generates, prompt: Sequence[int], new: int) -> ValueError | None:
+def _cannot(bridge: RunnableBridge, prompt: Sequence[int], new: int) -> ValueError | None:
     """Why a prompt cannot be continued; None where it can."""
     if not prompt:
         return ValueError("the prompt has no tokens")
@@ -434,7 +438,7 @@ class _Batch:
 
     def __init__(
         self,
-        bridge: Generates,
+        bridge: RunnableBridge,
         requests: Sequence[PackedRequest],
         edits: Mapping[HookPoint, Sequence[Edit]],
         captured: Sequence[HookPoint],
@@ -442,9 +446,11 @@ class _Batch:
         proof: bool = False,
     ) -> None:
         self.bridge, self.requests, self.captured, self.options = bridge, requests, captured, options
-        self.retries = not proof and len(requests) > 1 and bridge.wiring.group is None
+        sharing = bridge.wiring.sharing
+        self.retries = not proof and len(requests) > 1 and sharing is None
         lengths = [len(request.prompt) for request in requests]
-        free = bridge.wiring.least(free_memory(bridge.core.device))
+        free = free_memory(bridge.core.device)
+        free = free if sharing is None else sharing.least(free)
         self.room = capacity_for(bridge.core, lengths, options.max_new_tokens, free)
         self.by_id = {str(request.index): request for request in requests}
         self.edits = edits
@@ -760,7 +766,7 @@ def _answers(batch: _Batch, failed: Sequence[PackedRequest]) -> Iterator[Answer]
 
 
 def _answer(
-    bridge: Generates,
+    bridge: RunnableBridge,
     request: PackedRequest,
     tokens: Sequence[int],
     captured: Sequence[HookPoint],

@@ -22,10 +22,11 @@ from transformers.utils import ModelOutput
 
 from adapters.inputs import accepted_arguments
 from adapters.points import core_path
+from adapters.spread import refuse_context_parallel
+from adapters.views import Deferred
 from bridge.cache import ActivationCache
 from bridge.generation.options import (
     Arguments,
-    Generates,
     GenerationOptions,
     GenerationPrompt,
     Steps,
@@ -41,12 +42,13 @@ from bridge.generation.options import (
     texts_of,
 )
 from bridge.hooks.arguments import check_positive
-from bridge.hooks.context import CURRENT, Generation, Listener, Scope, forward_pass, of_the_next_run
+from bridge.hooks.context import CURRENT, Generation, forward_pass
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.modules import Finder
 from bridge.hooks.names import named_one_by_one
 from bridge.hooks.rows import BatchRows
-from bridge.run.inputs import Input
+from bridge.run.inputs import Input, RunnableBridge
+from bridge.run.recorder import ActivationRecorder
 from bridge.run.tokenization import TextOptions
 from bridge.wiring.compiled import call_eagerly, forced_eager
 from bridge.wiring.wiring import Wiring
@@ -59,7 +61,7 @@ from bridge.wiring.wiring import Wiring
 _logger = logging.getLogger(__name__)
 
 
-class StepRecorder:
+class StepRecorder(ActivationRecorder):
     """Keeps what hook points see at every step, and puts the steps together.
 
     Args:
@@ -72,8 +74,7 @@ class StepRecorder:
     def __init__(
         self, points: Sequence[HookPoint], device: torch.device | str | None, caching: bool, encoder_decoder: bool
     ) -> None:
-        self.points = points
-        self.device = device
+        super().__init__(points, device=device)
         self.caching = caching
         self.pos, self.key_pos = ("decoder_pos", "decoder_key_pos") if encoder_decoder else ("pos", "key_pos")
         self.seen = 0  # tokens before the present step
@@ -81,26 +82,23 @@ class StepRecorder:
         self.steps = 0  # whose activations are kept
         self._parts: dict[HookPoint, list[Tensor]] = {}
         self._from_start: set[HookPoint] = set()  # ran at the prompt
-        self._versions: list[tuple[HookPoint, Tensor, int]] = []
+
+    as_shown = False
 
     @contextmanager
-    def attached(self, wiring: Wiring, core: nn.Module) -> Iterator[None]:
+    def at_each_step(self, wiring: Wiring, core: nn.Module) -> Iterator[None]:
         """Listens in the generation that starts inside the ``with`` statement."""
-        scope = Scope()
-        listener = Listener("read", self._read, scope)
+        with self.attached(wiring) as scope:
 
-        def begin(module: nn.Module, args: Any, kwargs: Any = None) -> None:  # none where it comes, or goes, meanwhile
-            if kwargs is not None and scope in CURRENT.get().visible:
-                self._begin(args, kwargs)
+            def begin(module: nn.Module, args: Any, kwargs: Any = None) -> None:  # none where it comes, or goes
+                if kwargs is not None and scope in CURRENT.get().visible:
+                    self._begin(args, kwargs)
 
-        wiring.listen(self.points, listener)
-        handle = core.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
-        try:
-            with of_the_next_run(scope):
+            handle = core.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
+            try:
                 yield
-        finally:
-            handle.remove()
-            wiring.stop_listening(self.points, listener)
+            finally:
+                handle.remove()
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         names = ("decoder_input_ids", "decoder_inputs_embeds") if self.pos == "decoder_pos" else ()
@@ -112,11 +110,12 @@ class StepRecorder:
         if not self.caching:
             self.steps = 1
             self._parts.clear()  # this step processes everything again
-            self._versions.clear()
+            self.versions.clear()
 
-    def _read(self, act: Tensor, hook: HookPoint) -> None:
+    def read(self, act: Tensor | Deferred, hook: HookPoint) -> None:
+        """Keeps what this step adds to an activation."""
         axes = hook.point.axes.split()
-        act = act.detach()
+        act = act.value(hook.name) if isinstance(act, Deferred) else act.detach()
         total = self.seen + self.new
         if self.key_pos in axes:
             axis = axes.index(self.key_pos)
@@ -138,11 +137,7 @@ class StepRecorder:
                 )
             start = self.seen if act.shape[axis] >= total else act.shape[axis] - self.new
             act = act.narrow(axis, start, self.new).clone()
-        kept = act if self.device is None else act.to(self.device)
-        if kept.is_inference():  # nothing counts what is written to it later
-            kept = kept.clone()
-        else:
-            self._versions.append((hook, kept, kept._version))
+        kept = self.noted(act if self.device is None else act.to(self.device), hook)
         self._parts.setdefault(hook, []).append(kept)
         if not self.seen:
             self._from_start.add(hook)
@@ -183,7 +178,7 @@ class StepRecorder:
             return f"was computed at {whole.shape[grows]} of {total} tokens"
         return whole
 
-    def finish(self, processed: int, explicit: bool) -> dict[str, Tensor]:
+    def put_together(self, processed: int, explicit: bool) -> dict[str, Tensor]:
         """The activations of every token that was processed, by canonical name.
 
         Hook points are left out that did not run on the prompt (those of the embedding, where embeddings were given),
@@ -204,12 +199,7 @@ class StepRecorder:
                 f"the steps of this generation processed {total} tokens, and its sequence has {processed} that should "
                 "have been: use run_with_cache on the finished sequence"
             )
-        for hook, value, version in self._versions:
-            if value._version != version:
-                raise RuntimeError(
-                    f"{hook.name} was changed in place after it was recorded, by the model or by a hook; "
-                    "its adapter has to declare that it is to be copied"
-                )
+        self.check_unchanged()
         made = {hook.name: self._put_together(hook) for hook in self.points}
         missing = "; ".join(f"{name} {why}" for name, why in made.items() if isinstance(why, str))
         if explicit and missing:
@@ -226,7 +216,7 @@ _OTHER_RUNS = (
 )  # fmt: skip
 
 
-def generate(bridge: Generates, input: Input, options: GenerationOptions, program: nn.Module | None = None) -> Any:
+def generate(bridge: RunnableBridge, input: Input, options: GenerationOptions, program: nn.Module | None = None) -> Any:
     """Continues a prompt; see `TransformerBridge.generate`.
 
     Args:
@@ -247,7 +237,7 @@ def generate(bridge: Generates, input: Input, options: GenerationOptions, progra
     bar = tqdm(total=options.max_new_tokens, desc="generating", unit="token", disable=not options.verbose)
     generation = generation_of(bridge, prompt, arguments)
     arguments["stopping_criteria"].append(Steps(bar, generation))
-    recording = recorder.attached(bridge.wiring, bridge.core) if recorder else nullcontext()
+    recording = recorder.at_each_step(bridge.wiring, bridge.core) if recorder else nullcontext()
     with bar, recording, generating(bridge, generation, prompt):
         made = run_generate(bridge, prompt, arguments, program)
     sequences = made["sequences"] if isinstance(made, ModelOutput) else made
@@ -260,7 +250,7 @@ def generate(bridge: Generates, input: Input, options: GenerationOptions, progra
     if recorder is not None:
         before = 0 if prompt.tokens is not None or recorder.pos != "pos" else prompt.kwargs["inputs_embeds"].shape[1]
         explicit = named_one_by_one(options.names_filter)
-        values = recorder.finish(before + sequences.shape[1] - 1, explicit)
+        values = recorder.put_together(before + sequences.shape[1] - 1, explicit)
         behind = result is not None and not as_text and not options.output_logits and prompt.to_the_right
         values = recorder.given_back(values, prompt.rows, behind)
         extras.append(ActivationCache(values, bridge))
@@ -270,7 +260,7 @@ def generate(bridge: Generates, input: Input, options: GenerationOptions, progra
 
 
 def hf_generate(
-    bridge: Generates,
+    bridge: RunnableBridge,
     input: Input,
     prepend_bos: bool | None,
     arguments: dict[str, Any],
@@ -299,11 +289,13 @@ def hf_generate(
 
 
 def run_generate(
-    bridge: Generates, prompt: GenerationPrompt, arguments: dict[str, Any], program: nn.Module | None = None
+    bridge: RunnableBridge, prompt: GenerationPrompt, arguments: dict[str, Any], program: nn.Module | None = None
 ) -> Any:
     """Calls the model's own `generate`, or that of a program."""
     random = bool(chosen(bridge, arguments, "do_sample"))
-    bridge.wiring.check_all_alike([prompt.kwargs, arguments.get("max_new_tokens")], random)
+    refuse_context_parallel()
+    if (sharing := bridge.wiring.sharing) is not None:
+        sharing.check_alike([prompt.kwargs, arguments.get("max_new_tokens")], random)
     model = program or bridge.original_model
     generate: Any = model.generate  # nn.Module knows nothing of it
     if bridge.wiring.listening and program is None:
@@ -311,7 +303,7 @@ def run_generate(
     return generate(**prompt.kwargs, **arguments)
 
 
-def generation_of(bridge: Generates, prompt: GenerationPrompt, arguments: Arguments) -> Generation:
+def generation_of(bridge: RunnableBridge, prompt: GenerationPrompt, arguments: Arguments) -> Generation:
     """A generation from a prompt, of which is known where in the sequence each step is.
 
     Args:
@@ -330,24 +322,25 @@ def generation_of(bridge: Generates, prompt: GenerationPrompt, arguments: Argume
     return Generation(length, prompt.rows, of_decoder, in_order)
 
 
-def chosen(bridge: Generates, arguments: Arguments, name: str) -> Any:
+def chosen(bridge: RunnableBridge, arguments: Arguments, name: str) -> Any:
     """An argument of the model's `generate`: as it was given, or else as the model's own configuration says."""
     return arguments[name] if name in arguments else getattr(bridge.core.generation_config, name, None)
 
 
 @contextmanager
-def generating(bridge: Generates, generation: Generation, prompt: GenerationPrompt) -> Iterator[None]:
+def generating(bridge: RunnableBridge, generation: Generation, prompt: GenerationPrompt) -> Iterator[None]:
     """A generation from a prompt: a run of its own, whose steps `generation` counts from 0."""
     if bridge.wiring.listening:
         bridge.wiring.check_in_place()
     find = Finder(bridge.original_model, core_path(bridge.original_model))
-    with forward_pass(generation) as run, forced_eager(find) if bridge.wiring.listening else nullcontext():
-        run.gradients = False
-        run.take_arguments(bridge.core, prompt.kwargs)
+    begun = forward_pass(generation)
+    with begun, forced_eager(find) if bridge.wiring.listening else nullcontext():
+        begun.run.gradients = False
+        begun.run.take_arguments(bridge.core, prompt.kwargs)
         yield
 
 
-def _step_recorder(bridge: Generates, options: GenerationOptions, arguments: dict[str, Any]) -> StepRecorder:
+def _step_recorder(bridge: RunnableBridge, options: GenerationOptions, arguments: dict[str, Any]) -> StepRecorder:
     _refuse_other_runs(bridge, arguments)
     points = bridge.select_hooks(options.names_filter)
     known = accepted_arguments(type(bridge.core).forward)
@@ -369,7 +362,7 @@ def _step_recorder(bridge: Generates, options: GenerationOptions, arguments: dic
     return StepRecorder(points, options.device, caching, bridge.core.config.is_encoder_decoder)
 
 
-def _refuse_other_runs(bridge: Generates, arguments: Arguments) -> None:
+def _refuse_other_runs(bridge: RunnableBridge, arguments: Arguments) -> None:
     """Refuses to keep activations where the model runs on other tokens than those of the sequence, one by one.
 
     Raises:
@@ -450,7 +443,7 @@ class TextPieces:
         return piece
 
 
-def stream(bridge: Generates, input: Input, arguments: dict[str, Any]) -> Iterator[Any]:
+def stream(bridge: RunnableBridge, input: Input, arguments: dict[str, Any]) -> Iterator[Any]:
     """Yields a continuation piece by piece; see `TransformerBridge.generate_stream`.
 
     Everything that can be refused is refused here, before the first piece is asked for.
@@ -478,7 +471,7 @@ def stream(bridge: Generates, input: Input, arguments: dict[str, Any]) -> Iterat
 
 
 def _stream(
-    bridge: Generates, prompt: GenerationPrompt, arguments: dict[str, Any], as_text: bool, verbose: bool
+    bridge: RunnableBridge, prompt: GenerationPrompt, arguments: dict[str, Any], as_text: bool, verbose: bool
 ) -> Iterator[Any]:
     bar = tqdm(total=arguments["max_new_tokens"], desc="generating", unit="token", disable=not verbose)
     generation = generation_of(bridge, prompt, arguments)
@@ -508,7 +501,7 @@ def _stream(
         bar.close()
 
 
-def _pieces(bridge: Generates, streamer: QueueStreamer, prompt: GenerationPrompt, as_text: bool) -> Iterator[Any]:
+def _pieces(bridge: RunnableBridge, streamer: QueueStreamer, prompt: GenerationPrompt, as_text: bool) -> Iterator[Any]:
     """The stream of tokens as pieces of what the user asked for."""
     rows: list[TextPieces] = []
     first = True

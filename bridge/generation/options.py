@@ -7,18 +7,17 @@ import inspect
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from jaxtyping import Int, Shaped
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import (
     GenerationConfig,
     GenerationMixin,
     LogitsProcessor,
     LogitsProcessorList,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -26,13 +25,11 @@ from transformers import (
 
 from adapters.inputs import accepted_arguments, takes
 from adapters.linear import input_device
-from bridge.analysis.requirements import AnalysedModel
 from bridge.hooks.arguments import check_choice, check_types
 from bridge.hooks.context import Generation
-from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import NamesFilter, suggestion
 from bridge.hooks.rows import BatchRows, Side, check_said, check_zero_or_one
-from bridge.run.inputs import TAKEN_BY, Input
+from bridge.run.inputs import TAKEN_BY, Input, RunnableBridge
 from bridge.run.tokenization import (
     HasTokenizer,
     TextOptions,
@@ -42,7 +39,6 @@ from bridge.run.tokenization import (
     check_ids,
     texts_in,
 )
-from bridge.wiring.wiring import Wiring
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What generation starts from, and what it returns: padding in front of rows, texts, rows without padding.
@@ -51,26 +47,6 @@ from bridge.wiring.wiring import Wiring
 
 #: Arguments of the model's own `generate`.
 Arguments = dict[str, Any]
-
-
-class Generates(AnalysedModel, HasTokenizer, Protocol):
-    """What generation needs of a bridge.
-
-    Attributes:
-        original_model: the model, with what wraps it.
-        core: the Hugging Face model.
-        wiring: its hook points and what they stand on.
-        tokenizer: its tokenizer, if it has one.
-    """
-
-    original_model: nn.Module
-    core: PreTrainedModel
-    wiring: Wiring
-    tokenizer: PreTrainedTokenizerBase | None
-
-    def select_hooks(self, names: NamesFilter | HookPoint) -> list[HookPoint]:
-        """The hook points that a filter chooses."""
-        ...
 
 
 @dataclass
@@ -93,7 +69,7 @@ class GenerationPrompt:
 
 
 def prompt_of(
-    bridge: Generates,
+    bridge: RunnableBridge,
     input: Input,
     options: TextOptions,
     mask: Shaped[Tensor, "batch pos"] | None = None,
@@ -155,7 +131,7 @@ def prompt_of(
 
 
 def _behind_images_or_sound(
-    bridge: Generates, input: Input, options: TextOptions, mask: Tensor | None
+    bridge: RunnableBridge, input: Input, options: TextOptions, mask: Tensor | None
 ) -> GenerationPrompt:
     """The prompt of a model whose first blocks read images or sound: these, or what its decoder begins with.
 
@@ -207,7 +183,7 @@ def rows_of(prompt: GenerationPrompt, sequences: Int[Tensor, "batch pos"]) -> li
     return list(sequences) if prompt.tokens is None else prompt.rows.stripped(sequences)
 
 
-def texts_of(bridge: Generates, rows: Sequence[Tensor], prompt: GenerationPrompt) -> str | list[str]:
+def texts_of(bridge: RunnableBridge, rows: Sequence[Tensor], prompt: GenerationPrompt) -> str | list[str]:
     """The text of each row; of one text, its text alone."""
     texts = [decode(bridge, row.tolist()) for row in rows]
     return texts[0] if prompt.kind == "str" and len(texts) == 1 else texts
@@ -331,7 +307,7 @@ def _hints() -> dict[str, Any]:
     return {name: hint for name, hint in typing.get_type_hints(GenerationOptions).items() if name != "more"}
 
 
-def check_generates(bridge: Generates) -> None:
+def check_generates(bridge: RunnableBridge) -> None:
     """Refuses a model that does not generate.
 
     Raises:
@@ -341,7 +317,7 @@ def check_generates(bridge: Generates) -> None:
         raise TypeError(f"{type(bridge.core).__name__} does not generate text: transformers gives it no `generate`")
 
 
-def check_plain_loop(bridge: Generates, wanted: str, instead: str) -> None:
+def check_plain_loop(bridge: RunnableBridge, wanted: str, instead: str) -> None:
     """Refuses what needs the steps of a generation to be those of its tokens, where images or sound are made text of.
 
     Raises:
@@ -355,7 +331,7 @@ def check_plain_loop(bridge: Generates, wanted: str, instead: str) -> None:
         )
 
 
-def prepared(bridge: Generates, input: Input, options: GenerationOptions) -> tuple[GenerationPrompt, Arguments]:
+def prepared(bridge: RunnableBridge, input: Input, options: GenerationOptions) -> tuple[GenerationPrompt, Arguments]:
     """The prompt, and the arguments of the model's `generate` besides.
 
     Args:
@@ -396,7 +372,7 @@ def prepared(bridge: Generates, input: Input, options: GenerationOptions) -> tup
 
 
 def inferred_mask(
-    bridge: Generates, tokens: Tensor, eos_token_id: int | Sequence[int] | None, more: Arguments
+    bridge: RunnableBridge, tokens: Tensor, eos_token_id: int | Sequence[int] | None, more: Arguments
 ) -> Tensor:
     """The mask of tokens that are given without one: all of them count, as in a forward pass.
 
@@ -417,7 +393,7 @@ def inferred_mask(
     return torch.ones_like(tokens)
 
 
-def _ending(bridge: Generates, options: GenerationOptions, more: Arguments) -> Arguments:
+def _ending(bridge: RunnableBridge, options: GenerationOptions, more: Arguments) -> Arguments:
     """What ends a row, and what fills it up afterwards."""
     given: Arguments = {}
     ending = options.eos_token_id
@@ -432,7 +408,7 @@ def _ending(bridge: Generates, options: GenerationOptions, more: Arguments) -> A
     return given
 
 
-def _check_known(bridge: Generates, more: Arguments) -> None:
+def _check_known(bridge: RunnableBridge, more: Arguments) -> None:
     known = set(vars(GenerationConfig()))
     own: Any = type(bridge.core)  # of which `check_generates` has seen that it generates
     known |= set(inspect.signature(own.generate).parameters)
@@ -479,7 +455,7 @@ def _check_used(options: GenerationOptions, more: Mapping[str, Any]) -> None:
                 )
 
 
-def _check_room(bridge: Generates, prompt: GenerationPrompt, max_new_tokens: int) -> None:
+def _check_room(bridge: RunnableBridge, prompt: GenerationPrompt, max_new_tokens: int) -> None:
     cfg = bridge.cfg
     if cfg.n_ctx is None or bridge.core.config.is_encoder_decoder:
         return

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from bridge.harvest import needed as _needed  # noqa: F401 - first: it says what is not installed
+import importlib.util as _importlib
+
+_missing = [name for name in ("pyarrow", "xxhash") if _importlib.find_spec(name) is None]
+if _missing:  # before anything that imports them
+    raise ImportError(f'bridge.harvest needs {" and ".join(_missing)}: pip install "transformer-bridge[harvest]"')
+
 from bridge.harvest.fingerprint import HarvestError, MixError, WriteError
 from bridge.harvest.harvest import harvest
 from bridge.harvest.options import Project, Reduction, TopK, TopPositions
 from bridge.harvest.packing import Files
-from bridge.harvest.reading import Activations, ActivationsDataset, Check, Share, Statistics, check
-from bridge.harvest.rows import Progress, Report
+from bridge.harvest.reading import Activations, ActivationsDataset, HarvestCheck, Share, Statistics, check
+from bridge.harvest.rows import Harvested, Progress
 
 __all__ = [
     "Activations",
     "ActivationsDataset",
-    "Check",
     "Files",
+    "HarvestCheck",
     "HarvestError",
+    "Harvested",
     "MixError",
     "Progress",
     "Project",
     "Reduction",
-    "Report",
     "Share",
     "Statistics",
     "TopK",

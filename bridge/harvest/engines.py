@@ -299,7 +299,7 @@ def _run(
             num_cpus=pool.cpus,
             num_gpus=pool.gpus,
             fn_constructor_args=(
-                spec, refs, pickle_options(options), batch_size, str(folder.path.resolve()), weights,
+                spec, refs, pickle_options(options), batch_size, folder.address, weights,
                 max(1, int(pool.cpus)),
             ),
         )  # fmt: skip

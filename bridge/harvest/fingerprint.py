@@ -9,7 +9,7 @@ import os
 import types
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,16 +53,6 @@ class WriteError(OSError):
     """A shard could not be written: the disk is full, say. The whole shards stand."""
 
 
-class Hash(Protocol):
-    """What hashlib's and xxhash's objects can do."""
-
-    def update(self, data: Any, /) -> None:
-        """Takes in more bytes."""
-
-    def hexdigest(self) -> str:
-        """The hash so far."""
-
-
 def digest(*parts: str | bytes) -> str:
     """The XXH3 hash (128 bits, xxhash) of parts, each told from the next.
 
@@ -82,7 +72,7 @@ def digest(*parts: str | bytes) -> str:
     return total.hexdigest()
 
 
-def add_tensor(total: Hash, tensor: Tensor) -> None:
+def add_tensor(total: xxhash.xxh3_128, tensor: Tensor) -> None:
     """Takes a tensor's type, shape and bytes into a hash."""
     total.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
     if tensor.numel() and tensor.device.type != "meta":
@@ -204,7 +194,7 @@ def of_value(value: object) -> str:
     return total.hexdigest()
 
 
-def _add(total: Hash, value: object, seen: tuple[int, ...]) -> None:
+def _add(total: xxhash.xxh3_128, value: object, seen: tuple[int, ...]) -> None:
     if id(value) in seen:
         total.update(b"itself")
         return
@@ -266,7 +256,7 @@ def _taken_apart(value: object) -> tuple[bytes, Iterable[object]]:
     )
 
 
-def _add_function(total: Hash, function: types.FunctionType, seen: tuple[int, ...]) -> None:
+def _add_function(total: xxhash.xxh3_128, function: types.FunctionType, seen: tuple[int, ...]) -> None:
     _add(total, function.__code__, seen)
     _add(total, function.__defaults__, seen)
     _add(total, function.__kwdefaults__, seen)

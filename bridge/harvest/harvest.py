@@ -1,10 +1,37 @@
-"""`harvest`: activations of a model over documents, into a folder that any Arrow reader opens."""
+"""`harvest`: activations of a model over documents, into a folder that any Arrow reader opens.
+
+What comes in is a model (a bridge, or a name that each process loads for itself), a source of documents, hook points
+and options. What goes out is a folder, here or in a store: a manifest, and shards of rows that are equal byte for
+byte however often the call was broken off, and whichever engine made them. In order:
+
+1. `harvest` checks the options before anything is loaded. `fingerprint` makes a hash of all that decides a row:
+   weights, tokenizer, options, the user's functions. A folder whose manifest has other hashes is refused with what
+   differs.
+2. `packing` reads the documents in their order, tokenizes them and packs them into the model's inputs, and cuts those
+   into shards. A cursor says where in the source each shard ends, and a hash what was read until there, so that a
+   call goes on behind the last whole shard without tokenizing what went before.
+3. `rows` makes a shard's rows: it runs the model as far as the deepest hook point, takes each activation as it comes,
+   takes away what pads it, chooses rows and reduces them (`options`).
+4. `engines` hands shards to this process or to Ray's workers. All of them make rows with the same object.
+5. `shards` writes: a file is whole before it is in its place, and a shard has a record with its size and checksum
+   before it counts. When all are there, the manifest is written with the records in it: only then is the harvest
+   complete.
+6. The same call again looks at the names and sizes of the shards (at their checksums too, if asked), and makes again
+   what is lost. `reading` compares each shard's checksum once, when it first opens it.
+
+It refuses what would make rows differ without being seen: a model in training mode, hooks that stand on the bridge,
+hook points without a row for each token, features that mix the rows of a batch, numbers that the type cannot hold.
+
+Nothing here knows of a family of models or of sites, and of views only bases: rows are what `run_with_hooks` shows.
+Of other rooms it asks the bridge, its hook points and its bases, and no room below knows of a harvest.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,8 +57,8 @@ from bridge.harvest.options import (
     check_number,
     special_id,
 )
-from bridge.harvest.packing import START, Cursor, ShardInput, Source, SourceReader, Tokenization, as_source
-from bridge.harvest.rows import Meter, Progress, Report, RowMaker, Together, default_batch_size
+from bridge.harvest.packing import START, Cursor, DocumentSource, ShardInput, SourceReader, Tokenization, as_source
+from bridge.harvest.rows import Harvested, Meter, Progress, RowMaker, Together, default_batch_size
 from bridge.harvest.shards import Folder, Manifest, ShardRecord
 from bridge.hooks.context import HookFunction
 from bridge.version import __version__
@@ -70,11 +97,13 @@ def harvest(
     cpus_per_worker: float = 1,
     gpus_per_worker: float = 0,
     progress: bool | Callable[[Progress], object] = False,
-) -> Report:
+    checksums: bool = False,
+) -> Harvested:
     """Runs a model over documents and writes activations, with ids that lead back to the text.
 
     A call that was interrupted, in whatever way, goes on from its whole shards when it is made again; one that is
-    finished returns at once. The model runs only as far as the deepest hook point.
+    finished returns when the names and sizes of its shards were looked at, and makes again what is lost or cut short.
+    The model runs only as far as the deepest hook point.
 
     Args:
         model: a bridge (in evaluation mode), or a path or name, which is loaded where it is needed ("embedded": the
@@ -83,7 +112,7 @@ def harvest(
             a `pathlib.Path` or several; a Hugging Face data set, whole or streaming; a Ray data set. A call that goes
             on needs the same documents in the same order, an iterator from its beginning.
         hook_points: names or aliases of points that have a row for each token (an axis ``pos`` or ``key_pos``).
-        out: the folder.
+        out: the folder, or the URL of one in a store that fsspec knows, such as ``s3://bucket/acts``.
         context_size: tokens in one input of the model, at most.
         dtype: what floating-point activations are stored as. A value that it cannot hold is an error.
         tokens_per_shard: a shard ends with the input that reaches this many tokens.
@@ -106,6 +135,7 @@ def harvest(
         engine: ``"local"``: this process; ``"ray"``: a pool of Ray actors. Either continues what the other began.
         workers, address, cpus_per_worker, gpus_per_worker: for Ray; without an address a cluster on this machine.
         progress: True for a line on the terminal; a function is called with a `Progress` after each shard.
+        checksums: read every shard that is there, too, and make those again that are damaged.
 
     Returns:
         What was made.
@@ -134,13 +164,14 @@ def harvest(
     check_number("context_size", context_size, 2)
     if not isinstance(rows, TopPositions):
         check_choice("rows", rows, Literal["all", "mean", "last"])
-    check_kinds(hook_points, interventions, reduce, prepend_bos, pack, keep_special)
+    check_kinds(hook_points, interventions, reduce, prepend_bos, pack, keep_special, checksums)
     if not hook_points:
         raise HarvestError(f"hook_points is {hook_points!r}; it must be a list with at least one name")
     if engine == "ray":
         installed()
     spec = ModelSource.of(model, device, model_dtype)
-    group = None if spec.bridge is None else spec.bridge.wiring.group
+    sharing = None if spec.bridge is None else spec.bridge.wiring.sharing
+    group = None if sharing is None else sharing.group
     if engine == "ray" and group is not None:
         raise HarvestError("a worker of Ray is one process, and this model is shared by several: engine='local'")
     tokenizer = tokenizer if tokenizer is not None else _tokenizer(spec)
@@ -161,7 +192,18 @@ def harvest(
     together = None if group is None else Together(group)
     pool = WorkerPool(workers, cpus_per_worker, gpus_per_worker, address) if engine == "ray" else None
     made = partial(
-        _harvested, spec, asked, reader_source, tokenizer, prepend_bos, Folder(out), quick, pool, progress, together
+        _harvested,
+        spec,
+        asked,
+        reader_source,
+        tokenizer,
+        prepend_bos,
+        Folder(out),
+        quick,
+        pool,
+        progress,
+        together,
+        checksums,
     )
     if together is None:
         return made()
@@ -170,15 +212,16 @@ def harvest(
 
 
 def _harvested(
-    spec: ModelSource, asked: HarvestOptions, source: Source, tokenizer: Any, prepend_bos: bool | None, folder: Folder,
-    quick: dict[str, Any], pool: WorkerPool | None, progress: bool | Callable[[Progress], object],
-    together: Together | None,
-) -> Report:  # fmt: skip
+    spec: ModelSource, asked: HarvestOptions, source: DocumentSource, tokenizer: Any, prepend_bos: bool | None,
+    folder: Folder, quick: dict[str, Any], pool: WorkerPool | None,
+    progress: bool | Callable[[Progress], object], together: Together | None, checksums: bool,
+) -> Harvested:  # fmt: skip
     """What `harvest` does in the process that writes."""
     began, gpus, known = time.perf_counter(), bool(pool and pool.gpus > 0), quick["model"][3] is not None
     with folder.locked():
         manifest = folder.manifest()
-        if manifest is not None and manifest.complete and known and manifest.quick == quick:
+        lost = set() if manifest is None else folder.lost(manifest.shards, checksums)
+        if manifest is not None and manifest.complete and not lost and known and manifest.quick == quick:
             _check_source(manifest, source)
             return _report(folder, manifest, 0, time.perf_counter() - began, None)
         bridge = (replace(spec, device=None) if gpus else spec).load()
@@ -197,13 +240,17 @@ def _harvested(
         if manifest is None:
             _refuse_foreign(folder)
             manifest = planned
-            folder.write(manifest)
+            folder.write(manifest, new=True)
         else:
             _refuse_mixing(folder, manifest, planned)
-            if manifest.complete:
+            if manifest.complete and not lost:
                 _check_source(manifest, source)
                 return _report(folder, manifest, 0, time.perf_counter() - began, None)
-            folder.clean()
+            whole = [record for record in manifest.shards if record.index not in lost]
+            if manifest.complete:
+                folder.reopen(manifest)
+            folder.clean(whole)
+            manifest.shards = whole
         weights = str(planned.model["weights"])
         if pool is not None and spec.bridge is None:
             del bridge, maker  # the workers have their own
@@ -212,13 +259,14 @@ def _harvested(
             run: Runs = partial(run_local, maker, folder, options.format)
         else:
             run = partial(run_ray, pool, spec, options, batch_size, folder, weights)
-        meter = _write(manifest, reader, options, progress, 1 if pool is None else pool.workers, run)
+        meter = _write(manifest, folder.records(), reader, options, progress, 1 if pool is None else pool.workers, run)
         _finish(folder, manifest, reader, options.max_tokens)
     return _report(folder, manifest, meter.shards, time.perf_counter() - began, meter.now())
 
 
 def _write(
     manifest: Manifest,
+    expected: dict[int, ShardRecord],
     reader: SourceReader,
     options: HarvestOptions,
     progress: bool | Callable[[Progress], object],
@@ -228,7 +276,8 @@ def _write(
     """Writes the shards that are not there yet, and puts them into the manifest.
 
     Args:
-        manifest: of the folder.
+        manifest: of the folder, with the shards that are there.
+        expected: what is known of those that are there, and of those that are lost.
         reader: reads the source.
         options: of the harvest.
         progress: who is told of it.
@@ -244,10 +293,16 @@ def _write(
 
     def done(record: ShardRecord, seconds: float) -> None:
         whole[record.index] = record
+        if (before := expected.get(record.index)) is not None and before.checksum != record.checksum:
+            warnings.warn(
+                f"{record.file} was lost, and is made again with other bytes: it was made with other versions, threads "
+                "or batches",
+                stacklevel=2,
+            )
         meter.add(record.tokens, record.documents, seconds)
 
     most = None if options.max_tokens is None else options.max_tokens - tokens
-    known, ended = dict(whole), index
+    known, ended, finished = frozenset(whole), index, manifest.source["end"] is not None
     left = most is None or most > 0
     given = reader.shards(options.tokens_per_shard, after, index, sequence, most) if left else iter(())
 
@@ -255,22 +310,27 @@ def _write(
         """The shards that are not there yet, if those that are there are of the same tokens."""
         nonlocal ended
         for shard in given:
-            record, ended = known.get(shard.index), shard.index + 1
-            if record is None:
-                yield shard
-            elif record.input != shard.fingerprint():
+            record, ended = expected.get(shard.index), shard.index + 1
+            if record is not None and record.input != shard.fingerprint():
                 raise HarvestError(
                     f"the source is another than the one that {record.file} was made from. "
                     "Give the same source, or another folder for `out`."
                 )
+            if record is None and finished:
+                raise HarvestError(
+                    f"the source has more than the {len(expected)} shards that were made from it: it is another than "
+                    "before. Give the same source, or another folder for `out`."
+                )
+            if shard.index not in known:
+                yield shard
 
     try:
         run(missing(), done)
     finally:
         meter.close()
-    if whole and max(whole) >= ended:
+    if (last := max(expected, default=-1)) >= ended:
         raise HarvestError(
-            f"the source ends before {whole[max(whole)].file}, which was made from it: it is another than before. "
+            f"the source ends before {expected[last].file}, which was made from it: it is another than before. "
             "Give the same source, or another folder for `out`."
         )
     if not whole:
@@ -297,7 +357,7 @@ def _tokenizer(spec: ModelSource) -> Any:
 
 def _manifest(
     bridge: TransformerBridge, maker: RowMaker, options: HarvestOptions, batch_size: int, device: str,
-    quick: dict[str, Any], source: Source,
+    quick: dict[str, Any], source: DocumentSource,
 ) -> Manifest:  # fmt: skip
     import numpy
     import pyarrow
@@ -320,10 +380,9 @@ def _manifest(
 
 
 def _refuse_foreign(folder: Folder) -> None:
-    there = [place.name for place in folder.path.iterdir() if place.name not in ("records", ".lock")]
-    if there:
+    if there := folder.strange():
         raise HarvestError(
-            f"{folder.path} has no manifest of a harvest and is not empty (it has {sorted(there)[0]}): "
+            f"{folder.path} has no manifest of a harvest and is not empty (it has {there[0]}): "
             "give an empty or a new folder for `out`"
         )
 
@@ -364,11 +423,11 @@ def _finish(folder: Folder, manifest: Manifest, reader: SourceReader, max_tokens
     manifest.source["end"] = {"documents": end.documents, "source": end.source, "whole": not cut}
     manifest.complete = True
     folder.write(manifest)
-    for place in folder.records.glob("shard-*.json"):
-        place.unlink()
+    for record in manifest.shards:
+        folder.remove(record.note)
 
 
-def _check_source(manifest: Manifest, source: Source) -> None:
+def _check_source(manifest: Manifest, source: DocumentSource) -> None:
     """Refuses another source than the one that a finished harvest is of."""
     identity = json.loads(json.dumps(source.identity))
     if identity is not None and identity == manifest.source["identity"]:
@@ -379,9 +438,9 @@ def _check_source(manifest: Manifest, source: Source) -> None:
     )
 
 
-def _report(folder: Folder, manifest: Manifest, made: int, seconds: float, progress: Progress | None) -> Report:
+def _report(folder: Folder, manifest: Manifest, made: int, seconds: float, progress: Progress | None) -> Harvested:
     speed, share = (0.0, 0.0) if progress is None else (progress.tokens_per_second, progress.model_share)
-    return Report(
+    return Harvested(
         folder.path, len(manifest.shards), **manifest.totals(), made=made, seconds=seconds, tokens_per_second=speed,
         model_share=share,
     )  # fmt: skip

@@ -276,7 +276,13 @@ def check_choice(name: str, value: object, choices: object) -> None:
 
 
 def check_kinds(
-    hook_points: object, interventions: object, reduce: object, prepend_bos: object, pack: object, keep_special: object
+    hook_points: object,
+    interventions: object,
+    reduce: object,
+    prepend_bos: object,
+    pack: object,
+    keep_special: object,
+    checksums: object,
 ) -> None:
     """Refuses what is no list, mapping or truth value where `harvest` takes one.
 
@@ -291,7 +297,9 @@ def check_kinds(
             raise HarvestError(f"{name} is {shown(value)}; it must be {kind}")
     if reduce is not None and not isinstance(reduce, Mapping):
         raise HarvestError(f"reduce is {shown(reduce)}; it must be a mapping from hook points to reductions")
-    for name, value in (("pack", pack), ("keep_special", keep_special), ("prepend_bos", prepend_bos)):
+    for name, value in (
+        ("pack", pack), ("keep_special", keep_special), ("prepend_bos", prepend_bos), ("checksums", checksums),
+    ):  # fmt: skip
         if not isinstance(value, bool) and not (name == "prepend_bos" and value is None):
             raise HarvestError(f"{name} is {shown(value)}; it must be True or False")
 
@@ -368,7 +376,8 @@ class ModelSource:
             raise HarvestError(
                 "device and model_dtype are for a model that is loaded by name: move the bridge yourself"
             )
-        model.wiring.refuse_own_rows("a harvest")
+        if model.wiring.sharing is not None:
+            model.wiring.sharing.refuse("a harvest", own_rows_alone=True)
         if model.training:
             raise HarvestError(
                 "the model is in training mode, where dropout would change what is harvested: bridge.eval() first"

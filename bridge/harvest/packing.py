@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -28,7 +28,7 @@ from bridge.harvest.fingerprint import HarvestError
 Document = str | np.ndarray[Any, np.dtype[np.int64]]
 
 
-class Source(Protocol):
+class DocumentSource:
     """Documents in a fixed order.
 
     Attributes:
@@ -37,12 +37,13 @@ class Source(Protocol):
         description: what it is, for the manifest.
     """
 
-    total: int | None
-    identity: Any
-    description: str
+    total: int | None = None
+    identity: Any = None
+    description = ""
 
     def documents(self) -> Iterator[Document]:
         """The documents."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -93,13 +94,7 @@ def _kind(path: str) -> str | None:
     return "parquet" if path.endswith(".parquet") else None
 
 
-class _Base:
-    total: int | None = None
-    identity: Any = None
-    description = ""
-
-
-class ItemsSource(_Base):
+class ItemsSource(DocumentSource):
     """A list of texts or of token ids, a tensor of tokens ``[document, pos]``, or an iterator, which reading uses up.
 
     Args:
@@ -112,12 +107,12 @@ class ItemsSource(_Base):
         self.description = "an iterator" if total is None else f"{total} documents in memory"
 
     def documents(self) -> Iterator[Document]:
-        """See `Source`."""
+        """See `DocumentSource`."""
         for number, item in enumerate(self.items):
             yield document(item, number, None)
 
 
-class FilesSource(_Base):
+class FilesSource(DocumentSource):
     """Files (see `Files`)."""
 
     def __init__(self, files: Files, column: str) -> None:
@@ -126,7 +121,7 @@ class FilesSource(_Base):
         self.description = ", ".join(files.paths[:3]) + (f" and {len(files.paths) - 3} more" * (len(files.paths) > 3))
 
     def documents(self) -> Iterator[Document]:
-        """See `Source`."""
+        """See `DocumentSource`."""
         number = 0
         for path in self.files.paths:
             for item in self._items(path):
@@ -163,7 +158,7 @@ class FilesSource(_Base):
         return found[self.column]
 
 
-class TableSource(_Base):
+class TableSource(DocumentSource):
     """A Hugging Face data set, whole or streaming, or a Ray data set."""
 
     def __init__(self, table: Any, column: str) -> None:
@@ -181,7 +176,7 @@ class TableSource(_Base):
         self.description = f"{type(table).__module__.partition('.')[0]}.{type(table).__name__}, column {column!r}"
 
     def documents(self) -> Iterator[Document]:
-        """See `Source`."""
+        """See `DocumentSource`."""
         rows = self._ray_rows() if self.ray else iter(self.table)
         for number, row in enumerate(rows):
             if self.column not in row:
@@ -220,7 +215,7 @@ def document(item: Any, number: int, place: str | None) -> Document:
     )
 
 
-def as_source(given: Any, column: str) -> Source:
+def as_source(given: Any, column: str) -> DocumentSource:
     """What reads a source.
 
     Args:
@@ -354,7 +349,7 @@ class SourceReader:
         read: documents that were begun.
     """
 
-    def __init__(self, source: Source, tokenizer: Any, tokens: Tokenization) -> None:
+    def __init__(self, source: DocumentSource, tokenizer: Any, tokens: Tokenization) -> None:
         self.source, self.tokenizer, self.tokens = source, tokenizer, tokens
         self.read = 0
         self._hash = xxhash.xxh3_128()

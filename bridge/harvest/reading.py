@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import io
+import json
 import os
+import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import numpy as np
+import pyarrow as pa
 import torch
-import xxhash
 from jaxtyping import Float
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from bridge.harvest.fingerprint import HarvestError
+from bridge.harvest.options import check_number
 from bridge.harvest.rows import ID_COLUMNS
-from bridge.harvest.shards import Folder, ShardFile, ShardRecord
+from bridge.harvest.shards import Folder, ShardFile
 from bridge.hooks.arguments import refuse_wrong_types
 from bridge.hooks.names import suggestion
 
@@ -27,8 +33,8 @@ from bridge.hooks.names import suggestion
 
 
 @dataclass
-class Check:
-    """What was found.
+class HarvestCheck:
+    """What a harvest's checksums say of its files.
 
     Attributes:
         path: the folder.
@@ -37,7 +43,7 @@ class Check:
         problems: what is wrong, in words.
     """
 
-    path: Path
+    path: Path | str
     complete: bool
     shards: int
     rows: int
@@ -58,7 +64,7 @@ class Check:
 
 
 @refuse_wrong_types
-def check(path: str | os.PathLike[str]) -> Check:
+def check(path: str | os.PathLike[str]) -> HarvestCheck:
     """Reads every shard of a harvest and compares it with the manifest: size, checksum, rows.
 
     Args:
@@ -78,33 +84,17 @@ def check(path: str | os.PathLike[str]) -> Check:
     folder = Folder(path)
     manifest = folder.harvested()
     records, totals = manifest.shards, manifest.totals()
-    found = Check(folder.path, manifest.complete, len(records), totals["rows"], totals["size"])
+    found = HarvestCheck(folder.path, manifest.complete, len(records), totals["rows"], totals["size"])
+    there = folder.sizes()
     for record in records:
-        problem = _problem(folder.path / record.file, record)
+        problem = folder.problem(record, there)
         if problem:
             found.problems.append(f"{record.file}: {problem}")
     known = {record.file for record in records}
     if manifest.complete:
-        strange = [place.name for place in sorted(folder.path.glob("shard-*")) if place.name not in known]
+        strange = [name for name in sorted(there) if name.startswith("shard-") and name not in known]
         found.problems += [f"{name} is not in the manifest" for name in strange]
     return found
-
-
-def _problem(place: Path, record: ShardRecord) -> str | None:
-    if not place.exists():
-        return "it is missing"
-    size = place.stat().st_size
-    if size != record.size:
-        return f"it has {size} bytes in place of {record.size}"
-    total = xxhash.xxh3_128()
-    with open(place, "rb") as file:
-        while data := file.read(2**22):
-            total.update(data)
-    if total.hexdigest() != record.checksum:
-        return f"its checksum is {total.hexdigest()} in place of {record.checksum}"
-    with ShardFile(place) as shard:
-        rows = shard.count()
-    return None if rows == record.rows else f"it has {rows} rows in place of {record.rows}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -280,8 +270,9 @@ class Activations:
     It holds no shard open and no row in memory: only how many rows each shard has.
 
     Args:
-        path: the harvest's folder.
+        path: the harvest's folder, or the URL of one in a store (``s3://bucket/acts``).
         partial: read the whole shards of a harvest that is not finished.
+        cache: where shards of a store are kept on this machine; None: beside what else is kept of models.
 
     Attributes:
         manifest: what the harvest is.
@@ -289,7 +280,8 @@ class Activations:
             ``context_position``) and activations.
 
     Raises:
-        HarvestError: there is no harvest, or it is not finished, or shards are missing.
+        HarvestError: there is no harvest, or it is not finished, or shards are missing or cut short. One whose checksum
+            is another is found when it is first read.
 
     Example:
         >>> import tempfile
@@ -302,8 +294,10 @@ class Activations:
     """
 
     @refuse_wrong_types
-    def __init__(self, path: str | os.PathLike[str], partial: bool = False) -> None:
-        self.folder = Folder(path)
+    def __init__(
+        self, path: str | os.PathLike[str], partial: bool = False, cache: str | os.PathLike[str] | None = None
+    ) -> None:
+        self.folder = Folder(path, cache)
         manifest = self.folder.harvested()
         if not manifest.complete and not partial:
             raise HarvestError(
@@ -312,10 +306,16 @@ class Activations:
             )
         if not manifest.shards:
             raise HarvestError(f"the harvest in {os.fspath(path)} has no whole shard yet")
-        missing = [r.file for r in manifest.shards if not (self.folder.path / r.file).exists()]
-        if missing:
-            raise HarvestError(f"{missing[0]} is missing from {os.fspath(path)} (of {len(missing)} such shards)")
+        there = self.folder.sizes()
+        wrong = {r.file: said for r in manifest.shards if (said := self.folder.problem(r, there, checksum=False))}
+        if wrong:
+            name, said = next(iter(wrong.items()))
+            raise HarvestError(
+                f"{self.folder.path}/{name}: {said} (as {len(wrong)} of {len(manifest.shards)} shards): the call of "
+                "`harvest` that made them makes them again"
+            )
         self.manifest = manifest
+        self._compared: set[int] = set()  # shards whose checksums were compared
         self.columns = [*ID_COLUMNS, *manifest.shards[0].columns]
         self._ends = np.cumsum([record.rows for record in manifest.shards])
         rows = np.array([record.rows for record in manifest.shards])
@@ -336,7 +336,9 @@ class Activations:
         return int(self._ends[-1])
 
     def _open(self, shard: int) -> ShardFile:
-        return ShardFile(self.folder.path / self.manifest.shards[shard].file)
+        opened = self.folder.opened(self.manifest.shards[shard], known=shard in self._compared)
+        self._compared.add(shard)
+        return opened
 
     def _names(self, columns: Sequence[str] | None) -> list[str]:
         if columns is None:
@@ -533,6 +535,69 @@ class Activations:
             self, batch_size, shuffle, seed, memory, columns, drop_last, Share(rank=rank, ranks=ranks)
         )
 
+    def to_datasets(self, columns: Sequence[str] | None = None) -> Any:
+        """All rows as a `datasets.Dataset` of Hugging Face: the shards' own pages, where they are Arrow files.
+
+        Args:
+            columns: which columns; None: all.
+
+        Raises:
+            HarvestError: there is no such column, or `datasets` is not installed.
+
+        Example:
+            >>> import tempfile
+            >>> from bridge.harvest import Activations, harvest
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     _ = harvest("embedded", ["Mary and John"], hook_points=["blocks.2.hook_resid_post"], out=folder)
+            ...     len(Activations(folder).to_datasets())
+            4
+        """
+        names = self._names(columns)
+        if importlib.util.find_spec("datasets") is None:
+            raise HarvestError("to_datasets needs Hugging Face's datasets: pip install datasets")
+        tables = [self._open(number).table(names) for number in range(len(self.manifest.shards))]
+        return importlib.import_module("datasets").Dataset(pa.concat_tables(tables))
+
+    def to_webdataset(
+        self, out: str | os.PathLike[str], columns: Sequence[str] | None = None, rows_per_file: int = 2**14
+    ) -> list[str]:
+        """Writes all rows as tar files that webdataset reads, and what reads its form: loaders of many nodes.
+
+        A row is ``NUMBER.ids.json`` (document, position, token, ...) and ``NUMBER.COLUMN.npy`` for each activation.
+
+        Args:
+            out: a folder, or the URL of one in a store.
+            columns: which columns; None: all.
+            rows_per_file: how many rows a file holds.
+
+        Returns:
+            The files' names, in order.
+
+        Raises:
+            HarvestError: there is no such column.
+            WriteError: the system refused to write.
+
+        Example:
+            >>> import tempfile
+            >>> from bridge.harvest import Activations, harvest
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     _ = harvest("embedded", ["Mary and John"], hook_points=["blocks.2.hook_resid_post"], out=folder)
+            ...     Activations(folder).to_webdataset(folder + "/tars")
+            ['rows-000000.tar']
+        """
+        check_number("rows_per_file", rows_per_file, 1)
+        names, folder = self._names(columns), Folder(out)
+        made: list[str] = []
+        for start in range(0, len(self), rows_per_file):
+            made.append(f"rows-{len(made):06d}.tar")
+            with folder.whole(made[-1]) as file, tarfile.open(fileobj=cast(BinaryIO, file), mode="w|") as tar:
+                for row in range(start, min(start + rows_per_file, len(self)), self._piece):
+                    end = min(row + self._piece, start + rows_per_file, len(self))
+                    held = self.read(np.arange(row, end), names)
+                    for number in range(end - row):
+                        _add_row(tar, row + number, {name: values[number] for name, values in held.items()})
+        return made
+
     def statistics(self, column: str, covariance: bool = False) -> Statistics:
         """Mean, variance, norm and covariance of a column, a piece at a time.
 
@@ -577,6 +642,21 @@ class ActivationsDataset(IterableDataset[Batch]):
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         share = Share(self.share.rank, self.share.ranks, worker, workers)
         return self.activations.batches(**self._arguments, epoch=self.epoch, share=share)
+
+
+def _add_row(tar: tarfile.TarFile, number: int, row: dict[str, Tensor]) -> None:
+    """Puts a row into a tar file, as webdataset has it: what has one name before the first dot is one sample."""
+    parts: dict[str, bytes] = {}
+    if ids := {name: int(row.pop(name)) for name in ID_COLUMNS if name in row}:
+        parts["ids.json"] = json.dumps(ids).encode()
+    for name, values in row.items():
+        data = io.BytesIO()
+        np.save(data, values.numpy())
+        parts[f"{name}.npy"] = data.getvalue()
+    for name, content in parts.items():
+        entry = tarfile.TarInfo(f"{number:012d}.{name}")
+        entry.size = len(content)
+        tar.addfile(entry, io.BytesIO(content))
 
 
 def _tensors(arrays: dict[str, np.ndarray[Any, np.dtype[Any]]], device: torch.device | str) -> Batch:

@@ -17,6 +17,7 @@ from jaxtyping import Int
 from torch import Tensor
 from tqdm import tqdm
 
+from adapters.views.basis import InBasis, dense
 from bridge.bridge import TransformerBridge
 from bridge.harvest.fingerprint import HarvestError, of_model
 from bridge.harvest.options import ChosenRows, HarvestOptions, TopPositions, choose
@@ -169,8 +170,8 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What came of a harvest.
+class Harvested:
+    """What a call of `harvest` wrote, and how fast.
 
     Attributes:
         path: its folder.
@@ -179,7 +180,7 @@ class Report:
         seconds, tokens_per_second, model_share: of this call.
     """
 
-    path: Path
+    path: Path | str
     shards: int
     rows: int
     sequences: int
@@ -282,7 +283,7 @@ class Together:
         """
         dist.broadcast_object_list([what, given], src=self._first, group=self._group)
 
-    def lead(self, harvest: Callable[[], Report]) -> Report:
+    def lead(self, harvest: Callable[[], Harvested]) -> Harvested:
         """Harvests, and tells the others how it went.
 
         Args:
@@ -296,7 +297,7 @@ class Together:
         self.tell("done", report)
         return report
 
-    def follow(self, bridge: TransformerBridge, interventions: Sequence[tuple[str, HookFunction]]) -> Report:
+    def follow(self, bridge: TransformerBridge, interventions: Sequence[tuple[str, HookFunction]]) -> Harvested:
         """Takes part in the first process's harvest, and returns what it made.
 
         Args:
@@ -312,7 +313,7 @@ class Together:
             dist.broadcast_object_list(told, src=self._first, group=self._group)
             what, given = told
             if what == "done":
-                report: Report = given[0]
+                report: Harvested = given[0]
                 return report
             if what == "failed":
                 raise HarvestError(f"the harvest failed on the first process: {given[0]}") from wrong
@@ -445,6 +446,7 @@ class RowMaker:
                 f"context_size is {options.tokens.context_size}; {bridge.cfg.model_name} has a context of {longest}"
             )
         self._dtype = getattr(torch, options.dtype)
+        self._refuse_mixed_features()
         self.model_seconds = 0.0
 
     def _check_interventions(self) -> None:
@@ -454,6 +456,34 @@ class RowMaker:
                 raise HarvestError(
                     f"the intervention at {name} is behind every harvested hook point: it would change nothing"
                 )
+
+    def _refuse_mixed_features(self) -> None:
+        """Tries each basis on activations of six tokens: of one of them it must say the same, whatever the others are.
+
+        Raises:
+            HarvestError: it does not, so that a row would depend on which others are in its batch.
+        """
+        read: dict[str, str] = {}
+        for hook in self._hooks:
+            if isinstance(view := hook.view, InBasis):
+                read[hook.name] = hook.name.rpartition(".")[0] if view.reads is None else view.reads[0]
+        if not read:
+            return
+        found: dict[str, Tensor] = {}
+        tokens = torch.arange(6).reshape(2, 3) % self.bridge.cfg.d_vocab
+        self._forward(tokens, None, [self.bridge.names.find(name) for name in {*read.values()}], found.__setitem__)
+        for name, of in read.items():
+            view, x = self.bridge.names.find(name).view, found[of]
+            assert isinstance(view, InBasis)
+            first = dense(view.encode(x))[0, 0]
+            for factor in (0.0, 100.0):
+                other = x * factor
+                other[0, 0] = x[0, 0]
+                if not torch.allclose(dense(view.encode(other))[0, 0], first, rtol=1e-4, atol=1e-6):
+                    raise HarvestError(
+                        f"{name} mixes rows: its features of one token change with the other tokens of a batch, and a "
+                        "harvest's rows must not depend on their batch"
+                    )
 
     def batches(self, shard: ShardInput) -> Iterator[pa.RecordBatch]:
         """The shard's rows, a forward pass at a time.
@@ -536,14 +566,19 @@ class RowMaker:
             ours += time.perf_counter() - start
 
         start = time.perf_counter()
-        if self._together is not None:
-            self._together.tell("run", tokens, mask, self.points, self._stop, self._arguments)
-        run(self.bridge, tokens, mask, self._hooks, self._interventions, self._stop, self._arguments, take)
+        self._forward(tokens, mask, self._hooks, take)
         self.model_seconds += time.perf_counter() - start - ours
         missing = [name for name in self.points if name not in found]
         if missing:
             raise HarvestError(f"{', '.join(missing)} did not run in a forward pass of this model")
         return found
+
+    def _forward(self, tokens: Tensor, mask: Tensor | None, hooks: Sequence[HookPoint], take: Take) -> None:
+        """Runs the model, and with it the other processes that share it."""
+        if self._together is not None:
+            names = [hook.name for hook in hooks]
+            self._together.tell("run", tokens, mask, names, self._stop, self._arguments)
+        run(self.bridge, tokens, mask, hooks, self._interventions, self._stop, self._arguments, take)
 
     def _columns(self, name: str, activation: Tensor, rows: ChosenRows) -> dict[str, Tensor]:
         if self._rows == "all" and name not in self._reduce:

@@ -25,7 +25,8 @@ def refuse_wrong_types(function: Callable[P, T]) -> Callable[P, T]:
     """A function that looks at its arguments first, as its annotations say what they may be.
 
     A tensor has to be of the annotated kind of numbers and number of axes. Truth values are no numbers, and a string is
-    no sequence of strings, unless the annotation names them. Numbers and arrays of NumPy are taken for Python's.
+    no sequence of strings, unless the annotation names them. Numbers and arrays of NumPy are taken for Python's. What
+    answers to `hook_dict` is a model, whatever its class: other people's hold one, and forward what they lack.
 
     Args:
         function: with annotations for all its parameters.
@@ -102,6 +103,8 @@ class _Parameter:
 
 #: How many elements of a container are looked at: a run may be given thousands.
 _LOOKED_AT = 8
+#: What an annotation of a model has, and every model.
+_OF_MODELS = "hook_dict"
 #: Types whose values are all the same to an annotation.
 _ALIKE = frozenset({type(None), bool, int, float, str})
 
@@ -145,11 +148,10 @@ def _members(hint: Any) -> Iterator[Any]:
 def _fits(value: object, part: Any) -> bool:
     if part is Any or isinstance(part, TypeVar):
         return True
-    if getattr(part, "_is_protocol", False) and not getattr(part, "_is_runtime_protocol", False):
-        members = set(vars(part)) | set(getattr(part, "__annotations__", ()))
-        # Without computing any: a property may cost much, or say that there is none.
-        own = getattr(value, "__dict__", ())
-        return any(name in own or hasattr(type(value), name) for name in members if name[0] != "_")
+    if hasattr(part, _OF_MODELS) or (
+        getattr(part, "_is_protocol", False) and not getattr(part, "_is_runtime_protocol", 0)
+    ):
+        return _answers_to(value, part)
     if typing.get_origin(part) is typing.Literal:  # which of them there are, is the function's to say
         return type(value) in {type(known) for known in typing.get_args(part)}
     if isinstance(value, bool):
@@ -159,14 +161,23 @@ def _fits(value: object, part: Any) -> bool:
     origin = typing.get_origin(part)
     if isinstance(value, str) and origin is not None:
         return False  # a sequence of strings is none
-    if isinstance(value, Tensor) and inspect.isclass(origin):
-        return value.ndim > 0 and issubclass(Tensor, origin)
-    if hasattr(value, "__array__") and inspect.isclass(origin):
-        return isinstance(value, origin) or issubclass(list, origin)
+    if hasattr(value, "__array__") and inspect.isclass(origin):  # a tensor, or an array of NumPy
+        scalar, kind = (not value.ndim, Tensor) if isinstance(value, Tensor) else (False, list)
+        return not scalar and (isinstance(value, origin) or issubclass(kind, origin))
     if origin is not None:
         return _holds(value, origin, typing.get_args(part))
     with jaxtyped("context"):  # the axes of a caller's function, of whatever size, are not ours
         return isinstance(value, part)
+
+
+def _answers_to(value: object, part: Any) -> bool:
+    """Whether a value is a model, where a class of models is annotated, or has a public member of a protocol."""
+    if hasattr(part, _OF_MODELS):
+        return hasattr(value, _OF_MODELS)  # what else it lacks is an error when it is missed
+    members = set(vars(part)) | set(getattr(part, "__annotations__", ()))
+    # Without computing any: a property may cost much, or say that there is none.
+    own = getattr(value, "__dict__", ())
+    return any(name in own or hasattr(type(value), name) for name in members if name[0] != "_")
 
 
 def _holds(value: object, origin: Any, inside: tuple[Any, ...]) -> bool:

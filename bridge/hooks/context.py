@@ -10,10 +10,10 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from types import CodeType
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -37,21 +37,11 @@ HookFunction = Callable[..., Tensor | None]
 Kind = Literal["fwd", "bwd", "read", "edge", "follow", "leader"]
 
 
-class Attached(Protocol):
-    """A listener at its hook point."""
-
-    def attach(self) -> None:
-        """Attaches it, if it is not attached already."""
-
-    def remove(self) -> None:
-        """Removes it."""
-
-
 class Scope:
     """The hooks that were opened together, and end together.
 
     Attributes:
-        members: what was attached, so that a recomputation after the end can attach it again.
+        members: the listeners at their hook points, so that a recomputation after the end can attach it again.
         users: how many `with` statements and recomputations need it attached now.
         recomputed: a block that backward may compute again has run with it, and needs it then.
         of_one_run: only one run of the bridge ever sees it, no direct call of the model.
@@ -61,7 +51,7 @@ class Scope:
 
     def __init__(self, of_one_run: bool = False) -> None:
         self.of_one_run, self.recomputed = of_one_run, False
-        self.members: list[Attached] = []
+        self.members: list[tuple[NamedPoint, Listener]] = []
         self.users = 0
 
 
@@ -103,38 +93,43 @@ class Listener:
         self.permanent, self.level, self.deferrable, self.partial = permanent, level, deferrable, partial
 
 
-T = TypeVar("T")
-
-
-class NamedPoint(Protocol):
-    """A hook point, as those know it who call functions at it.
+class NamedPoint:
+    """What those know of a hook point who call functions at it.
 
     Attributes:
         name: its canonical name.
         point: its declaration.
     """
 
+    __slots__ = ("name", "point")
+
     name: str
     point: Point
 
 
-class SourceSite(Protocol):
-    """A site whose tensor hook points elsewhere need."""
+class SourceSite:
+    """A site whose tensor hook points elsewhere need.
 
-    @property
-    def site(self) -> Site:
-        """Where it is."""
+    Attributes:
+        site: where it is.
+    """
+
+    __slots__ = ()
+
+    site: Site
 
     @property
     def module(self) -> nn.Module | None:
         """The module that it stands on; None where it stands on none any more."""
+        raise NotImplementedError
 
 
-class RunsWithPass(Protocol):
+class RunsWithPass:
     """What runs in step with a forward pass."""
 
     def end(self) -> None:
         """The pass is over."""
+        raise NotImplementedError
 
 
 class Generation:
@@ -189,18 +184,23 @@ class PassMemory:
         raise NotImplementedError
 
 
-class Pass(Protocol):
+class Pass:
     """A forward pass as hook points meet it: that of a run, or that of a program."""
+
+    __slots__ = ()
 
     @property
     def run(self) -> PassMemory | None:
         """What it remembers; None where the code does not run in a pass."""
+        raise NotImplementedError
 
     def show(self, listener: Listener, act: Tensor, point: NamedPoint) -> None:
         """Shows an activation to a listener that only looks."""
+        listener.fn(act, hook=point)
 
     def call_user_function(self, listener: Listener, given: Tensor, point: NamedPoint) -> Any:
         """What a user's function returns for a copy of an activation."""
+        raise NotImplementedError
 
 
 class ForwardPass(PassMemory):
@@ -288,7 +288,7 @@ _ADDED_HOOKS: frozenset[Scope | None] = frozenset({None})
 _NO_SCOPES: frozenset[Scope | None] = frozenset()
 
 
-class RunContext:
+class RunContext(Pass):
     """What code that runs here sees.
 
     Args:
@@ -305,6 +305,8 @@ class RunContext:
 
     __slots__ = ("_outside", "generation", "inherited", "own", "run", "shared", "visible")
 
+    run: ForwardPass | None
+
     def __init__(
         self,
         shared: frozenset[Scope | None] = _ADDED_HOOKS,
@@ -317,10 +319,6 @@ class RunContext:
         self.shared, self.own, self.run, self.generation = shared, own, run, generation
         self.visible = shared | own if own else shared
         self._outside: RunContext | None = None
-
-    def show(self, listener: Listener, act: Tensor, point: NamedPoint) -> None:
-        """Shows an activation to a listener that only looks."""
-        listener.fn(act, hook=point)
 
     def call_user_function(self, listener: Listener, given: Tensor, point: NamedPoint) -> Any:
         """Calls a user's function outside of the run, since what it computes is not the model's. This context is that
@@ -365,44 +363,27 @@ def _takes_hook(fn: Callable[..., Any]) -> bool:
 CURRENT: ContextVar[RunContext] = ContextVar("transformer_bridge_run", default=RunContext())  # noqa: B039
 
 
-class _ContextScope(Generic[T]):
-    """A ``with`` statement in a context. (A generator would take three times as long, several times in every run.)
+class in_context:
+    """Runs the body of a ``with`` statement in a context. (A generator would take three times as long, in every run.)
 
     Args:
         context: the context.
-        gives: what it is for.
     """
 
-    __slots__ = ("_before", "_context", "_gives")
+    __slots__ = ("_before", "_context")
 
-    def __init__(self, context: RunContext, gives: T) -> None:
-        self._context, self._gives = context, gives
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
 
-    def __enter__(self) -> T:
+    def __enter__(self) -> None:
         self._before = CURRENT.get()
         CURRENT.set(self._context)
-        return self._gives
 
     def __exit__(self, *error: object) -> None:
         CURRENT.set(self._before)
 
 
-class _PassScope(_ContextScope[ForwardPass]):
-    """A ``with`` statement in the context of a forward pass, which ends with it."""
-
-    __slots__ = ()
-
-    def __exit__(self, *error: object) -> None:
-        self._gives.end()
-        CURRENT.set(self._before)
-
-
-def in_context(context: RunContext) -> AbstractContextManager[RunContext]:
-    """Runs the body of a ``with`` statement in a context."""
-    return _ContextScope(context, context)
-
-
-def without_hooks() -> AbstractContextManager[RunContext]:
+def without_hooks() -> in_context:
     """A ``with`` statement in which no hook sees the model run."""
     return in_context(RunContext(frozenset()))
 
@@ -421,26 +402,35 @@ def open_scope(scope: Scope) -> Iterator[Scope]:
             CURRENT.set(RunContext(now.shared - {scope}, now.own, now.run, now.generation, now.inherited))
 
 
-def of_the_next_run(scope: Scope) -> AbstractContextManager[Scope]:
+def of_the_next_run(scope: Scope) -> in_context:
     """Lets the run that starts inside a ``with`` statement see a scope, and no run that its hooks start."""
     before = CURRENT.get()
     own: frozenset[Scope | None] = frozenset((scope,))
-    return _ContextScope(RunContext(before.shared, own, None, before.generation, before.inherited), scope)
+    return in_context(RunContext(before.shared, own, None, before.generation, before.inherited))
 
 
-def forward_pass(
-    generation: Generation | None = None, scope: Scope | None = None
-) -> AbstractContextManager[ForwardPass]:
+class forward_pass(in_context):
     """A run of its own: it sees the hooks that are open, and nothing of a run in whose hooks it was started.
 
     Args:
         generation: the generation that it is; by default the one that is under way.
         scope: what it alone sees; by default that of the next run.
+
+    Attributes:
+        run: what it remembers, which ends with it.
     """
-    before = CURRENT.get()
-    run = ForwardPass()
-    own = frozenset((scope,)) if scope is not None else before.own if before.run is None else _NO_SCOPES
-    return _PassScope(RunContext(before.shared, own, run, generation or before.generation), run)
+
+    __slots__ = ("run",)
+
+    def __init__(self, generation: Generation | None = None, scope: Scope | None = None) -> None:
+        before = CURRENT.get()
+        run = self.run = ForwardPass()
+        own = frozenset((scope,)) if scope is not None else before.own if before.run is None else _NO_SCOPES
+        self._context = RunContext(before.shared, own, run, generation or before.generation)
+
+    def __exit__(self, *error: object) -> None:
+        self.run.end()
+        CURRENT.set(self._before)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -448,29 +438,22 @@ def forward_pass(
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class OpenTrace(Protocol):
+class OpenTrace:
     """A trace, as the parts of a bridge ask it."""
 
-    def part_output(self, part: str) -> Tensor:
-        """What a part of the bridge returns."""
+    def seen_of_part(self, part: str, what: str) -> Any:
+        """What a part of the bridge is given or returns.
 
-    def set_part_output(self, part: str, value: Tensor) -> None:
+        Args:
+            part: such as ``blocks.3``.
+            what: ``output`` or ``input``, the tensor; ``outputs`` or ``inputs``, all that its module returns, or is
+                called with.
+        """
+        raise NotImplementedError
+
+    def set_for_part(self, part: str, what: str, value: Any) -> None:
         """Replaces it."""
-
-    def part_input(self, part: str) -> Tensor:
-        """What a part of the bridge is given first."""
-
-    def set_part_input(self, part: str, value: Tensor) -> None:
-        """Replaces it."""
-
-    def part_outputs(self, part: str) -> Any:
-        """All that its module returns."""
-
-    def part_inputs(self, part: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """All that its module is called with."""
-
-    def set_part_inputs(self, part: str, value: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-        """Replaces it."""
+        raise NotImplementedError
 
 
 #: The open traces, each with the names of its bridge, which tell bridges apart.

@@ -1,11 +1,41 @@
-"""`HookPoint`: a named place in a model where functions can read and change an activation."""
+"""`HookPoint`: a named place in a model where functions can read and change an activation.
+
+What comes in is the tensor at a site, as the model made it, and the call of the module that it belongs to. What goes
+out is the tensor with which the model goes on: the same object where nobody changed anything, so that a point to
+which nobody listens costs nothing and changes no number.
+
+In between, for a point that somebody listens to, in this order (`HookPoint.edited`, which runs and programs share):
+
+1. *Who sees it.* A listener belongs to a scope, or to none, and the present context says which scopes are open
+   (`bridge.hooks.context`). Those that the present code does not see are passed over.
+2. *See.* The point's view makes the activation of the tensor (`View.get`): heads apart, a part of a fused projection.
+   Whoever only looks, such as a cache, is given that, outside of the graph, and that is all (`_read`).
+3. *Ask.* Each function is given a copy of its own, so that nothing which somebody holds can change under it, and runs
+   outside of the pass: what it computes is not the model's. What it returns must be able to take the activation's
+   place (`checked`); where it returns nothing, the copy takes it if it was written to, or if somebody can ask for its
+   gradient (`replaces_activation`).
+4. *Write back*, where anything changed: `View.put`. Points that follow this one learn what was written
+   (`LeaderEdit`).
+5. *Gradients* are asked of the very tensor that the model goes on with, so that what a backward hook sees is the
+   slope of an edit there (`listen_backward`).
+
+Which of the three ways is taken (only looking, editing, editing with gradients) is chosen when listeners come and go,
+not when the model runs. Listeners are attached by an `AttachesListeners`: that of a model, `Wiring`, also puts the
+torch hook behind the point.
+
+Refused: what is no tensor, or of another shape, device or kind of number; a hook in a part of the model that backward
+computes again without it. Not known here: torch hooks and modules, where a site is, what processes share, which
+family of models it is. A view and a site's tensor are all that a point meets.
+"""
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from sys import getrefcount
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +43,6 @@ from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import saved_tensors_hooks
 
 from adapters.points import LinkedPoint, Point
-from adapters.spread import Cut
 from adapters.views import Call, Deferred, View
 from bridge.hooks.context import (
     CURRENT,
@@ -23,286 +52,24 @@ from bridge.hooks.context import (
     NamedPoint,
     Pass,
     PassMemory,
+    Scope,
     SourceSite,
     in_context,
     refuse_older_checkpointing,
     refuse_unknown_recomputation,
 )
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What a user's function made of an activation, and whether it can take the activation's place.
-# ----------------------------------------------------------------------------------------------------------------------
+__all__ = ["HookPoint"]
+
+
+T = TypeVar("T")
 
 
 #: Calls what makes something of a gradient, and compares that over processes.
 Compared = Callable[[Callable[[], Any], Tensor], Any]
 
 
-def checked(new: Any, old: Tensor, listener: Listener, point: NamedPoint) -> Tensor:
-    """What a user's function returned, if it can take the place of the activation.
-
-    Raises:
-        TypeError: it is no tensor.
-        ValueError: it has another shape, or is on another device.
-        TypeError: it is of whole numbers where the activation is not, or the reverse.
-    """
-    if isinstance(new, Tensor) and new.shape == old.shape and new.device == old.device and new.dtype == old.dtype:
-        return new
-    name = getattr(listener.fn, "__name__", None) or repr(listener.fn)
-    hook, what = ("hook", "activation") if listener.kind in ("fwd", "follow") else ("backward hook", "gradient")
-    if not isinstance(new, Tensor):
-        raise TypeError(
-            f"the {hook} {name} at {point.name} returned {type(new).__name__}; it must return a tensor or None"
-        )
-    if new.shape != old.shape:
-        raise ValueError(
-            f"the {hook} {name} at {point.name} returned shape {list(new.shape)}; "
-            f"the {what} has shape {list(old.shape)} ({point.point.axes})"
-        )
-    if new.device != old.device:
-        raise ValueError(
-            f"the {hook} {name} at {point.name} returned a tensor on {new.device}; the {what} is on {old.device}"
-        )
-    if _kind_of_number(new) != _kind_of_number(old):
-        raise TypeError(
-            f"the {hook} {name} at {point.name} returned {new.dtype}; the {what} is {old.dtype}. "
-            f"If that is meant, return .to({old.dtype}) of it"
-        )
-    return new.to(old.dtype)
-
-
-def _kind_of_number(x: Tensor) -> str:
-    """Between numbers of one kind a conversion loses digits at most."""
-    if x.dtype == torch.bool:
-        return "truth"
-    return "complex" if x.is_complex() else "float" if x.is_floating_point() else "integer"
-
-
-def changed_in_place(given: Tensor, version: int | None) -> bool:
-    """Whether a tensor was written to since it had this version (None: it does not count its versions)."""
-    return version is None or given._version != version
-
-
-def replaces_activation(given: Tensor, version: int | None, act: Tensor, view: View, held: bool) -> bool:
-    """Whether a copy of an activation that somebody was shown is to take the activation's place.
-
-    Args:
-        given: the copy.
-        version: of it, before it was shown.
-        act: the activation.
-        view: how the hook point sees it.
-        held: somebody may still hold the copy.
-    """
-    if torch.compiler.is_compiling() and not view.contextual:
-        return True  # compiled code cannot ask for values or versions, and has no hooks of gradients
-    if changed_in_place(given, version):
-        return True
-    if torch.compiler.is_compiling():
-        return False
-    if given.requires_grad and (held or not view.contextual or given.retains_grad or given._backward_hooks):
-        # The copy is what later computation uses, so that its gradient is the gradient here. Where writing back
-        # would compute something anew, only if somebody can ask for that gradient.
-        return True
-    if view.identity:
-        return True  # as good as the activation, and a change through `.data`, which is not counted, is in it
-    return not (view.contextual or (given.is_cpu and torch.equal(given, act)))
-
-
-def version_of(x: Tensor) -> int | None:
-    """How often a tensor was written to; None for one of inference mode, which does not count."""
-    # torch.compile knows nothing of inference mode.
-    return x._version if torch.compiler.is_compiling() or not x.is_inference() else None
-
-
-def listen_backward(listener: Listener, seen: Tensor, point: NamedPoint, compared: Compared) -> None:
-    """Shows the gradient of an activation to a listener when there is one.
-
-    Autograd may call it on a thread of its own, where nothing of the caller's context is known: the scopes that are
-    open now are those that the function sees.
-    """
-    if listener.kind == "edge":
-        listener.fn(seen, hook=point)
-        return
-    if not seen.requires_grad:
-        return
-    context = CURRENT.get().outside_the_run()
-
-    def on_gradient(gradient: Tensor) -> Tensor | None:
-        given = gradient.clone()  # autograd may hand the same tensor to others
-        version = version_of(given)
-        with in_context(context):
-            new = compared(lambda: context.call_user_function(listener, given, point), given)
-        if isinstance(new, tuple) and len(new) == 1:  # as torch's own backward hooks may return it
-            (new,) = new
-        if new is None:
-            return given if changed_in_place(given, version) else None
-        return checked(new, gradient, listener, point)
-
-    seen.register_hook(on_gradient)
-
-
-def wants_gradients(listeners: list[Listener]) -> bool:
-    """Whether any of them is shown gradients in this run."""
-    return torch.is_grad_enabled() and any(listener.kind in ("bwd", "edge") for listener in listeners)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What the functions at one hook point are shown in one pass: copies that are at one place in the graph.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-class _SavedTensor(torch.autograd.Function):
-    """A node that keeps a tensor, as others do for backward: what it gives back has the tensor's own edge."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.new_empty(0)
-
-
-def _copy(x: Tensor) -> Tensor:
-    return x.detach().clone()
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
-def copy_at_same_edge(x: Tensor) -> Tensor:
-    """A copy that stands in the graph where the tensor itself does: a gradient that reaches one reaches the other.
-
-    So two functions can hold one activation, as in HookedTransformer, and what one writes into it the other does not
-    see. What a node has saved for backward is given back with the edge that it was saved with, whatever the hooks of
-    saved tensors make of its values: here a copy.
-
-    Args:
-        x: requires a gradient, and is no leaf.
-    """
-    with saved_tensors_hooks(_copy, _same):
-        node = _SavedTensor.apply(x).grad_fn
-    return node.saved_tensors[0]
-
-
-def copy_to_show(act: Tensor, shown: list[Tensor], one_tensor: bool) -> Tensor:
-    """What one function is shown of an activation.
-
-    Args:
-        act: the activation, as the functions before have left it.
-        shown: what they were shown. Nobody has been shown the site's own tensor: its copy is a place of its own.
-        one_tensor: show what the one before was shown, where gradients are computed.
-    """
-    if shown and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        if one_tensor and any(act is x for x in shown):
-            return act
-        if act.requires_grad and not act.is_leaf:
-            return copy_at_same_edge(act)
-    return act.clone()
-
-
-def keep_gradients_of_all(given: Tensor, shown: list[Tensor]) -> None:
-    """Goes on filling `grad` of what has asked for it, where another tensor at its place asks: torch fills the last's.
-
-    Args:
-        given: what a function has just been shown.
-        shown: what those before it were shown.
-    """
-    if not shown or torch.compiler.is_compiling() or not given.retains_grad:
-        return
-    before = [x for x in shown if x.retains_grad and x.grad_fn is given.grad_fn and x is not given]
-    if not before:
-        return
-    held = weakref.ref(before[-1])
-
-    def keep(gradient: Tensor) -> None:
-        x = held()
-        if x is not None:
-            x.grad = gradient.clone() if x.grad is None else x.grad + gradient
-
-    given.register_hook(keep)
-
-
-T = TypeVar("T")
-
-
-class AttachesListeners(Protocol):
-    """What attaches listeners to hook points, and detaches them."""
-
-    def add(self, point: HookPoint, listener: Listener, prepend: bool = False) -> None:
-        """Attaches a listener."""
-
-    def remove(self, point: HookPoint, gone: tuple[Listener, ...]) -> None:
-        """Removes listeners."""
-
-    def compared(self, make: Callable[[], T], given: Tensor, point: HookPoint) -> T:
-        """What a function makes of a gradient, if processes that share the model make the same of it."""
-
-
-class Attachment:
-    """A listener at its hook point.
-
-    Args:
-        hook: the hook point.
-        listener: the listener.
-        attaches: attaches and removes it.
-
-    Attributes:
-        hook, listener: likewise.
-    """
-
-    def __init__(self, hook: HookPoint, listener: Listener, attaches: AttachesListeners) -> None:
-        self.hook, self.listener, self._attaches = hook, listener, attaches
-
-    def attach(self) -> None:
-        """Attaches it, if it is not attached already."""
-        if self.listener not in self.hook.listeners:
-            self._attaches.add(self.hook, self.listener)
-
-    def remove(self) -> None:
-        """Removes it. Doing it twice does nothing."""
-        self._attaches.remove(self.hook, (self.listener,))
-
-
-class Handle(Attachment):
-    """Takes back what one `add_hook` added.
-
-    Attributes:
-        hook: the hook point.
-    """
-
-    @property
-    def id(self) -> int:
-        """A number that no other hook has while this one is there."""
-        return id(self.listener)
-
-    @property
-    def function(self) -> HookFunction:
-        """The user's function."""
-        return self.listener.fn
-
-    @property
-    def is_permanent(self) -> bool:
-        """Whether only `reset_hooks` with ``including_permanent=True`` removes it."""
-        return self.listener.permanent
-
-    @property
-    def context_level(self) -> int | None:
-        """The level that it was added at."""
-        return self.listener.level
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Handle) and self.listener is other.listener
-
-    def __hash__(self) -> int:
-        return self.id
-
-    def __enter__(self) -> Handle:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.remove()
-
-
-class HookPoint:
+class HookPoint(NamedPoint):
     """A place where an activation can be read and changed.
 
     Attributes:
@@ -316,7 +83,7 @@ class HookPoint:
 
     one_tensor: ClassVar[bool] = False
 
-    __slots__ = ("_attaches", "_path", "ctx", "listeners", "name", "order", "point", "sources", "view")
+    __slots__ = ("_attaches", "_path", "ctx", "listeners", "order", "sources", "view")
 
     def __init__(self, point: Point, order: int, attaches: AttachesListeners) -> None:
         self.name = point.name
@@ -608,10 +375,11 @@ class HookPoint:
         for listener in mine:
             new: Tensor | None = None
             if listener.kind == "fwd":
-                given = act if own else copy_to_show(act, shown, self.one_tensor and not kept)
+                given = act if own else copy_to_show(act, shown, self.one_tensor and not kept) if shown else act.clone()
                 act, made = self._ask(listener, given, act, now, view)
                 changed = changed or made
-                keep_gradients_of_all(given, shown)
+                if shown:
+                    keep_gradients_of_all(given, shown)
                 shown.append(given)
             elif listener.kind == "read":
                 now.show(listener, act, self)
@@ -662,6 +430,318 @@ def checked_function(hook: HookPoint, fn: HookFunction) -> HookFunction:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Attaching: one listener, or all those of a scope, and what takes one back.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class AttachesListeners:
+    """Attaches listeners to hook points, and detaches them: one by one, or all those of a scope.
+
+    As it is, it serves hook points that belong to no model: calling one is what runs its hooks.
+
+    Attributes:
+        changes: how often a hook was added or removed that every run sees.
+        lock: held while hooks come and go.
+    """
+
+    def __init__(self) -> None:
+        self.changes = 0
+        self.lock = threading.RLock()
+
+    def add(self, point: HookPoint, listener: Listener, prepend: bool = False) -> None:
+        """Attaches a listener."""
+        point.add_listener(listener, prepend)
+
+    def remove(self, point: HookPoint, gone: Iterable[Listener]) -> None:
+        """Removes listeners. Those that are not there are ignored."""
+        left = set(gone)
+        point.keep_listeners(listener for listener in point.listeners if listener not in left)
+
+    def compared(self, make: Callable[[], T], given: Tensor, point: HookPoint) -> T:
+        """What a function makes of a gradient, if processes that share the model make the same of it."""
+        return make()
+
+    def attach_members(self, members: Iterable[tuple[HookPoint, Listener]], scope: Scope) -> None:
+        """Attaches listeners that belong to a scope."""
+        scope.members.extend(members)
+        self.attach_scope(scope)
+
+    def attach_scope(self, scope: Scope) -> None:
+        """Attaches the hooks of a scope, if they are not attached already."""
+        with self.lock:
+            scope.users += 1
+            if scope.users > 1:
+                return
+            try:
+                for point, listener in scope.members:
+                    assert isinstance(point, HookPoint)
+                    if listener not in point.listeners:
+                        point._attaches.add(point, listener)
+            except BaseException:
+                self.detach_scope(scope)
+                raise
+
+    def detach_scope(self, scope: Scope) -> None:
+        """The reverse of `attach_scope`, once nobody needs them any more."""
+        with self.lock:
+            scope.users -= 1
+            if not scope.users:
+                gone = defaultdict[NamedPoint, list[Listener]](list)
+                for point, listener in scope.members:
+                    gone[point].append(listener)
+                for point, listeners in gone.items():
+                    assert isinstance(point, HookPoint)
+                    point._attaches.remove(point, listeners)
+                if not scope.recomputed:
+                    scope.members.clear()  # each holds the scope: the user's functions would live until a collection
+
+
+class Handle:
+    """Takes back what one `add_hook` added.
+
+    Args:
+        hook: the hook point.
+        listener: what is there.
+        attaches: removes it.
+
+    Attributes:
+        hook, listener: likewise.
+    """
+
+    def __init__(self, hook: HookPoint, listener: Listener, attaches: AttachesListeners) -> None:
+        self.hook, self.listener, self._attaches = hook, listener, attaches
+
+    def remove(self) -> None:
+        """Removes it. Doing it twice does nothing."""
+        self._attaches.remove(self.hook, (self.listener,))
+
+    @property
+    def id(self) -> int:
+        """A number that no other hook has while this one is there."""
+        return id(self.listener)
+
+    @property
+    def function(self) -> HookFunction:
+        """The user's function."""
+        return self.listener.fn
+
+    @property
+    def is_permanent(self) -> bool:
+        """Whether only `reset_hooks` with ``including_permanent=True`` removes it."""
+        return self.listener.permanent
+
+    @property
+    def context_level(self) -> int | None:
+        """The level that it was added at."""
+        return self.listener.level
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Handle) and self.listener is other.listener
+
+    def __hash__(self) -> int:
+        return self.id
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a function is shown: a copy of its own, at the same place in the graph as the activation.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def copy_to_show(act: Tensor, shown: list[Tensor], one_tensor: bool) -> Tensor:
+    """What one function is shown of an activation.
+
+    Args:
+        act: the activation, as the functions before have left it.
+        shown: what they were shown. Nobody has been shown the site's own tensor: its copy is a place of its own.
+        one_tensor: show what the one before was shown, where gradients are computed.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if one_tensor and any(act is x for x in shown):
+            return act
+        if act.requires_grad and not act.is_leaf:
+            return copy_at_same_edge(act)
+    return act.clone()
+
+
+def copy_at_same_edge(x: Tensor) -> Tensor:
+    """A copy that stands in the graph where the tensor itself does: a gradient that reaches one reaches the other.
+
+    So two functions can hold one activation, as in HookedTransformer, and what one writes into it the other does not
+    see. What a node has saved for backward is given back with the edge that it was saved with, whatever the hooks of
+    saved tensors make of its values: here a copy.
+
+    Args:
+        x: requires a gradient, and is no leaf.
+    """
+    with saved_tensors_hooks(_copy, _same):
+        node = _SavedTensor.apply(x).grad_fn
+    return node.saved_tensors[0]
+
+
+class _SavedTensor(torch.autograd.Function):
+    """A node that keeps a tensor, as others do for backward: what it gives back has the tensor's own edge."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.new_empty(0)
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.detach().clone()
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def keep_gradients_of_all(given: Tensor, shown: list[Tensor]) -> None:
+    """Goes on filling `grad` of what has asked for it, where another tensor at its place asks: torch fills the last's.
+
+    Args:
+        given: what a function has just been shown.
+        shown: what those before it were shown.
+    """
+    if torch.compiler.is_compiling() or not given.retains_grad:
+        return
+    before = [x for x in shown if x.retains_grad and x.grad_fn is given.grad_fn and x is not given]
+    if not before:
+        return
+    held = weakref.ref(before[-1])
+
+    def keep(gradient: Tensor) -> None:
+        x = held()
+        if x is not None:
+            x.grad = gradient.clone() if x.grad is None else x.grad + gradient
+
+    given.register_hook(keep)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What it made of that, and whether it can take the place of the activation.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def checked(new: Any, old: Tensor, listener: Listener, point: NamedPoint) -> Tensor:
+    """What a user's function returned, if it can take the place of the activation.
+
+    Raises:
+        TypeError: it is no tensor.
+        ValueError: it has another shape, or is on another device.
+        TypeError: it is of whole numbers where the activation is not, or the reverse.
+    """
+    if isinstance(new, Tensor) and new.shape == old.shape and new.device == old.device and new.dtype == old.dtype:
+        return new
+    name = getattr(listener.fn, "__name__", None) or repr(listener.fn)
+    hook, what = ("hook", "activation") if listener.kind in ("fwd", "follow") else ("backward hook", "gradient")
+    if not isinstance(new, Tensor):
+        raise TypeError(
+            f"the {hook} {name} at {point.name} returned {type(new).__name__}; it must return a tensor or None"
+        )
+    if new.shape != old.shape:
+        raise ValueError(
+            f"the {hook} {name} at {point.name} returned shape {list(new.shape)}; "
+            f"the {what} has shape {list(old.shape)} ({point.point.axes})"
+        )
+    if new.device != old.device:
+        raise ValueError(
+            f"the {hook} {name} at {point.name} returned a tensor on {new.device}; the {what} is on {old.device}"
+        )
+    if _kind_of_number(new) != _kind_of_number(old):
+        raise TypeError(
+            f"the {hook} {name} at {point.name} returned {new.dtype}; the {what} is {old.dtype}. "
+            f"If that is meant, return .to({old.dtype}) of it"
+        )
+    return new.to(old.dtype)
+
+
+def _kind_of_number(x: Tensor) -> str:
+    """Between numbers of one kind a conversion loses digits at most."""
+    if x.dtype == torch.bool:
+        return "truth"
+    return "complex" if x.is_complex() else "float" if x.is_floating_point() else "integer"
+
+
+def changed_in_place(given: Tensor, version: int | None) -> bool:
+    """Whether a tensor was written to since it had this version (None: it does not count its versions)."""
+    return version is None or given._version != version
+
+
+def replaces_activation(given: Tensor, version: int | None, act: Tensor, view: View, held: bool) -> bool:
+    """Whether a copy of an activation that somebody was shown is to take the activation's place.
+
+    Args:
+        given: the copy.
+        version: of it, before it was shown.
+        act: the activation.
+        view: how the hook point sees it.
+        held: somebody may still hold the copy.
+    """
+    if torch.compiler.is_compiling() and not view.contextual:
+        return True  # compiled code cannot ask for values or versions, and has no hooks of gradients
+    if changed_in_place(given, version):
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    if given.requires_grad and (held or not view.contextual or given.retains_grad or given._backward_hooks):
+        # The copy is what later computation uses, so that its gradient is the gradient here. Where writing back
+        # would compute something anew, only if somebody can ask for that gradient.
+        return True
+    if view.identity:
+        return True  # as good as the activation, and a change through `.data`, which is not counted, is in it
+    return not (view.contextual or (given.is_cpu and torch.equal(given, act)))
+
+
+def version_of(x: Tensor) -> int | None:
+    """How often a tensor was written to; None for one of inference mode, which does not count."""
+    # torch.compile knows nothing of inference mode.
+    return x._version if torch.compiler.is_compiling() or not x.is_inference() else None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The gradient at an activation, for those who asked for it.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def wants_gradients(listeners: list[Listener]) -> bool:
+    """Whether any of them is shown gradients in this run."""
+    return torch.is_grad_enabled() and any(listener.kind in ("bwd", "edge") for listener in listeners)
+
+
+def listen_backward(listener: Listener, seen: Tensor, point: NamedPoint, compared: Compared) -> None:
+    """Shows the gradient of an activation to a listener when there is one.
+
+    Autograd may call it on a thread of its own, where nothing of the caller's context is known: the scopes that are
+    open now are those that the function sees.
+    """
+    if listener.kind == "edge":
+        listener.fn(seen, hook=point)
+        return
+    if not seen.requires_grad:
+        return
+    context = CURRENT.get().outside_the_run()
+
+    def on_gradient(gradient: Tensor) -> Tensor | None:
+        given = gradient.clone()  # autograd may hand the same tensor to others
+        version = version_of(given)
+        with in_context(context):
+            new = compared(lambda: context.call_user_function(listener, given, point), given)
+        if isinstance(new, tuple) and len(new) == 1:  # as torch's own backward hooks may return it
+            (new,) = new
+        if new is None:
+            return given if changed_in_place(given, version) else None
+        return checked(new, gradient, listener, point)
+
+    seen.register_hook(on_gradient)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Points that take over what is written at another one: `hook_attn_in` feeds the query, key and value inputs.
 # ----------------------------------------------------------------------------------------------------------------------
 
@@ -680,31 +760,3 @@ class LeaderEdit:
     def __call__(self, run: PassMemory | None) -> Tensor | None:
         written = None if run is None else run.written.get(self._leader)
         return None if written is None else self._follower.convert(written)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Showing an activation of which each process computes a part, or all of it, to hooks that stand on all processes.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def agreed_part(x: Tensor, cut: Cut, points: Sequence[HookPoint], see: Callable[[Tensor], Tensor]) -> Tensor:
-    """What hooks make of a tensor, as the part of it that this process is to go on with.
-
-    Args:
-        x: the part of this process, or all of it.
-        cut: how it is spread.
-        points: the hook points that are shown it.
-        see: shows them the whole, and returns what they make of it.
-
-    Raises:
-        DifferentEditsError: they make something else on another process, or failed there.
-    """
-    assert cut.peers is not None
-    kinds = {point.name: {listener.kind for listener in point.visible_listeners()} for point in points}
-    editors = [name for name, found in kinds.items() if not found <= {"read"}]
-    followed = [name for name, found in kinds.items() if "follow" in found]
-    if followed:  # a trace may ask on one process alone
-        cut.peers.meet(followed[0])
-    everything = cut.whole(x)
-    new = cut.peers.agreed(lambda: see(everything), editors[0]) if editors else see(everything)
-    return x if new is everything and not (editors and torch.is_grad_enabled()) else cut.part(new)

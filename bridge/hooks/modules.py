@@ -7,7 +7,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from adapters.points import call_number, missing_module_message, module_path, token_embedding
 from adapters.views import Args, Kwargs
 from adapters.views.views import place_of_input
+
+T = TypeVar("T")
 
 
 @functools.cache
@@ -166,6 +168,40 @@ class TokenEmbedding:
                 return token_embedding(model)
             found = here
         return token_embedding(model) if found is None else found
+
+
+class NotCopied:
+    """What is attached to a model while somebody listens, and no copy of it has: hooks belong to one bridge.
+
+    A model that is copied or pickled meanwhile has something else in its place, by default one that does nothing.
+    """
+
+    __slots__ = ()
+
+    def left_in_copy(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        """What makes that which stands in its place in a copy, and of what."""
+        return type(self), ()
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return self.left_in_copy()
+
+
+class InForwardsPlace(NotCopied):
+    """What stands in a module's dictionary in the place of its class's forward, which a copy has.
+
+    Attributes:
+        module: the module.
+    """
+
+    module: nn.Module
+
+    def left_in_copy(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return getattr, (self.module, "forward")
+
+
+def itself(x: T) -> T:
+    """What it is given."""
+    return x
 
 
 def check_places(finders: Iterable[Finder]) -> None:

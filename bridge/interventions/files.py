@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import warnings
@@ -10,29 +11,20 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from adapters.config import ModelConfig
+from bridge.hooks.asked import StudiedBridge
 from bridge.hooks.context import HookFunction
-from bridge.hooks.names import Names
 from bridge.interventions.operations import OPERATIONS, Condition, Operation
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Which model interventions were made on, and whether another one is like it.
 # ----------------------------------------------------------------------------------------------------------------------
-
-
-class HasHookPoints(Protocol):
-    """What is asked of a bridge: its hook points by name, and the facts about its model."""
-
-    names: Names
-    cfg: ModelConfig
-    core: PreTrainedModel
 
 
 class OtherModelError(ValueError):
@@ -56,7 +48,7 @@ class Model:
     processed: Mapping[str, str]
 
     @classmethod
-    def of(cls, bridge: HasHookPoints) -> Model:
+    def of(cls, bridge: StudiedBridge) -> Model:
         """The model of a bridge."""
         cfg = bridge.cfg
         sizes = {name: getattr(cfg, name) for name in ("n_layers", "n_heads", "d_model", "d_head", "d_mlp", "d_vocab")}
@@ -84,7 +76,7 @@ class Model:
             raise ValueError("the model's sizes have to be whole numbers")
         return cls(name, kind, sizes, processed)
 
-    def check(self, bridge: HasHookPoints) -> None:
+    def check(self, bridge: StudiedBridge) -> None:
         """Refuses a model that is not like this one, and warns of one that is only called otherwise.
 
         Raises:
@@ -113,9 +105,10 @@ class Model:
             )
 
 
-VERSION = 1
+#: The second has a checksum, of the header and of the tensors.
+VERSION = 2
 _HEADER = "transformer_bridge_interventions"
-_PARTS = ("version", "model", "interventions")
+_PARTS, _CHECKSUM = ("version", "model", "interventions"), "checksum"
 
 
 class InterventionsFileError(ValueError):
@@ -154,8 +147,18 @@ def save(file: str | PathLike[str], pairs: Sequence[tuple[str, HookFunction]], m
                 continue  # there is none, and older versions know of none
             entry[field.name] = value
         entries.append(entry)
-    header = {"version": VERSION, "model": None if model is None else model.as_data(), "interventions": entries}
+    said = {"version": VERSION, "model": None if model is None else model.as_data(), "interventions": entries}
+    header = {**said, _CHECKSUM: _checksum(said, tensors)}
     save_file(tensors, fspath(file), {_HEADER: json.dumps(header, allow_nan=False)})
+
+
+def _checksum(header: Mapping[str, object], tensors: Mapping[str, Tensor]) -> str:
+    """The SHA-256 of a header, and of the types, shapes and bytes of its tensors."""
+    total = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        total.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        total.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()
 
 
 def read(file: str | PathLike[str], check: Callable[[Model], None]) -> list[tuple[str, Operation]]:
@@ -173,7 +176,7 @@ def read(file: str | PathLike[str], check: Callable[[Model], None]) -> list[tupl
         raise FileNotFoundError(f"there is no file {path}")
     with refusing(path):
         header, tensors = _read(path)
-        model, entries = _parts(header)
+        model, entries = _parts(header, tensors)
         if model is not None:
             check(model)
         used: set[str] = set()
@@ -216,13 +219,16 @@ def _no_number(text: str) -> float:
     raise InterventionsFileError(f"{text} is no number of JSON")
 
 
-def _parts(header: object) -> tuple[Model | None, list[object]]:
+def _parts(header: object, tensors: Mapping[str, Tensor]) -> tuple[Model | None, list[object]]:
     if not isinstance(header, dict) or "version" not in header:
         raise InterventionsFileError("its header names no version")
-    if type(header["version"]) is not int or header["version"] != VERSION:
+    if type(header["version"]) is not int or header["version"] not in (1, VERSION):
         raise InterventionsFileError(f"it is of version {header['version']!r}; this library reads version {VERSION}")
-    if sorted(header) != sorted(_PARTS):
-        raise InterventionsFileError(f"its header has {', '.join(sorted(header))}; it has to have {', '.join(_PARTS)}")
+    parts = _PARTS if header["version"] == 1 else (*_PARTS, _CHECKSUM)
+    if sorted(header) != sorted(parts):
+        raise InterventionsFileError(f"its header has {', '.join(sorted(header))}; it has to have {', '.join(parts)}")
+    if header.pop(_CHECKSUM, None) not in (None, _checksum(header, tensors)):
+        raise InterventionsFileError("it is damaged: its checksum is another than the one that it names")
     entries = header["interventions"]
     if not isinstance(entries, list):
         raise InterventionsFileError("its interventions are no list")

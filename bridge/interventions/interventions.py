@@ -12,9 +12,10 @@ from torch import Tensor
 
 from adapters.config import ModelConfig
 from bridge.hooks.arguments import size_of
+from bridge.hooks.asked import StudiedBridge
 from bridge.hooks.context import HookFunction
 from bridge.hooks.hooks import HookPoint
-from bridge.interventions.files import HasHookPoints, Model, read, refusing, save
+from bridge.interventions.files import Model, read, refusing, save
 from bridge.interventions.operations import Operation, ProjectOut, axis_of
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -85,7 +86,7 @@ class Interventions(tuple[tuple[str, HookFunction], ...]):
     model: Model | None
 
     def __new__(
-        cls, pairs: Iterable[tuple[str, HookFunction]] = (), bridge: HasHookPoints | None = None
+        cls, pairs: Iterable[tuple[str, HookFunction]] = (), bridge: StudiedBridge | None = None
     ) -> Interventions:
         checked: list[tuple[str, HookFunction]] = []
         for index, pair in enumerate(pairs):
@@ -162,7 +163,7 @@ def _filled(operation: HookFunction, inputs: dict[str, Tensor | float]) -> HookF
     return replace(operation, **given) if given else operation
 
 
-def load(file: str | PathLike[str], bridge: HasHookPoints) -> Interventions:
+def load(file: str | PathLike[str], bridge: StudiedBridge) -> Interventions:
     """Reads interventions that `Interventions.save` wrote.
 
     Args:

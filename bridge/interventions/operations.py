@@ -741,7 +741,7 @@ class Probe(Operation):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Scale(Operation):
-    """Multiplies the activation.
+    """Multiplies the activation with a number, or a tensor of them.
 
     Args:
         by: broadcasts over the activation.

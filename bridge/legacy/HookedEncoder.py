@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
+from transformers import BertConfig, BertForMaskedLM, BertForPreTraining, T5Config, T5ForConditionalGeneration
 
 from adapters.points import base_path, core_path, join
+from bridge.hooks.arguments import check_choice
 from bridge.legacy.HookedTransformerConfig import ONLY_LOADED, HookedTransformerConfig
-from bridge.legacy.loaded import WithoutProcessing
+from bridge.legacy.loading_from_pretrained import WithoutProcessing
 from bridge.run.inputs import Input
 from bridge.run.tokenization import as_tokens, texts_in
 
-_NAMES = {
+_BERT_NAMES = {
     "hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",
     "intermediate_size": "d_mlp", "hidden_act": "act_fn", "vocab_size": "d_vocab", "layer_norm_eps": "eps",
     "max_position_embeddings": "n_ctx",
 }  # fmt: skip
-_FIXED = ONLY_LOADED | {"attn_only": False, "n_key_value_heads": None, "gated_mlp": False}
+_BERT_FIXED = ONLY_LOADED | {"attn_only": False, "n_key_value_heads": None, "gated_mlp": False}
 #: The parts of a HookedEncoder that are no blocks, by where their modules are: in BERT itself, or outside it.
 _INSIDE = {"embed": "embeddings", "pooler": "pooler"}
 _BESIDE = {"mlm_head": "cls.predictions.transform", "nsp_head": "cls.seq_relationship"}
@@ -49,10 +51,11 @@ class HookedEncoder(WithoutProcessing):
     """
 
     loads = _WithItsHeads
+    parts_of_blocks = "attn ln1 mlp ln2"
 
     @classmethod
     def _model_of(cls, config: HookedTransformerConfig, move_to_device: bool) -> nn.Module:
-        fields = cls._fields(config, _NAMES, _FIXED)
+        fields = cls._fields(config, _BERT_NAMES, _BERT_FIXED)
         if config.n_heads * config.d_head != config.d_model:
             raise ValueError(
                 f"n_heads={config.n_heads} times d_head={config.d_head} is not d_model={config.d_model}, as in BERT"
@@ -113,3 +116,196 @@ class HookedEncoder(WithoutProcessing):
         if name == "embed" and len(inputs) == 2:
             kwargs["token_type_ids"], inputs = inputs[1], inputs[:1]
         return self._called(self.module_of(name), *inputs, **kwargs)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `BertNextSentencePrediction`: whether one sentence follows another, by BERT's other head.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+_HEAD = "nsp_head.hook_nsp_out"
+_ANSWERS = ("The sentences are sequential", "The sentences are NOT sequential")
+
+
+class BertNextSentencePrediction:
+    """A `HookedEncoder` whose output is that of its head for next sentences.
+
+    Args:
+        model: a HookedEncoder with that head: `HookedEncoder.from_pretrained` gives it where the checkpoint has one.
+
+    Raises:
+        ValueError: the model has none.
+
+    Example:
+        >>> import torch
+        >>> from bridge.legacy import BertNextSentencePrediction, HookedEncoder
+        >>> model = HookedEncoder({"n_layers": 1, "d_model": 8, "n_ctx": 5, "d_head": 4, "d_vocab": 9, "act_fn": "gelu",
+        ...     "device": "cpu"})
+        >>> BertNextSentencePrediction(model)(torch.tensor([[1, 2, 3]]), token_type_ids=torch.tensor([[0, 0, 1]])).shape
+        torch.Size([1, 2])
+    """
+
+    def __init__(self, model: HookedEncoder) -> None:
+        if _HEAD not in model.hook_dict:
+            raise ValueError(
+                f"{type(model.core).__name__} has no head for next sentences; BertForPreTraining and "
+                "BertForNextSentencePrediction have one"
+            )
+        self.model = model
+
+    def to_tokens(
+        self, input: list[str], move_to_device: bool = True, truncate: bool = True
+    ) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, "batch pos"], Int[Tensor, "batch pos"]]:
+        """Two sentences as one row of tokens."""
+        if isinstance(input, str) or len(input) != 2:
+            raise ValueError(f"the input is {input!r}; it must be a list of two sentences")
+        encoded = self.model.tokenizer_facts.tokenizer(
+            input[0], input[1], return_tensors="pt", padding=True, truncation=truncate,
+            max_length=self.model.cfg.n_ctx if truncate else None,
+        )  # fmt: skip
+        found = tuple(encoded[name] for name in ("input_ids", "token_type_ids", "attention_mask"))
+        return tuple(x.to(self.model.cfg.device) for x in found) if move_to_device else found  # type: ignore[return-value]
+
+    def forward(
+        self,
+        input: list[str] | Int[Tensor, "batch pos"],
+        return_type: str | None = "logits",
+        token_type_ids: Int[Tensor, "batch pos"] | None = None,
+        one_zero_attention_mask: Int[Tensor, "batch pos"] | None = None,
+    ) -> Float[Tensor, "batch 2"] | str | list[str] | None:
+        """Runs the model."""
+        return self._run(self.model.forward, input, return_type, token_type_ids, one_zero_attention_mask)[0]
+
+    __call__ = forward
+
+    def run_with_cache(
+        self,
+        input: list[str] | Int[Tensor, "batch pos"],
+        return_type: str | None = "logits",
+        token_type_ids: Int[Tensor, "batch pos"] | None = None,
+        one_zero_attention_mask: Int[Tensor, "batch pos"] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Runs the model and keeps activations."""
+        run = functools.partial(self.model.run_with_cache, **kwargs)
+        made, (_, cache) = self._run(run, input, return_type, token_type_ids, one_zero_attention_mask)
+        return made, cache
+
+    def _run(
+        self, run: Callable[..., Any], input: Any, return_type: str | None, types: Tensor | None, mask: Tensor | None
+    ) -> tuple[Any, Any]:
+        """What was asked for, and what `run` returns."""
+        check_choice("return_type", return_type, ("logits", "predictions", None))
+        if isinstance(input, str | list) and (not input or isinstance(input[0], str)):
+            tokens, own_types, own_mask = self.to_tokens(input)  # type: ignore[arg-type]
+            types, mask = own_types if types is None else types, own_mask if mask is None else mask
+        else:
+            tokens = as_tokens(input)
+            if types is None:
+                raise ValueError(
+                    "tokens need token_type_ids, which say to which of the two sentences each belongs; or give the two "
+                    "sentences themselves"
+                )
+        found: list[Tensor] = []
+        with self.model.hooks(fwd_hooks=[(_HEAD, lambda logits, hook: found.append(logits))]):
+            rest = run(tokens, None, types, mask)
+        if return_type != "predictions":
+            return (found[0] if return_type == "logits" else None), rest
+        said = [_ANSWERS[best] for best in found[0].argmax(-1).tolist()]
+        return (said[0] if len(said) == 1 else said), rest
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `HookedEncoderDecoder`: T5 on the bridge.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+_T5_NAMES = {
+    "d_model": "d_model", "d_kv": "d_head", "d_ff": "d_mlp", "num_layers": "n_layers", "num_heads": "n_heads",
+    "vocab_size": "d_vocab", "layer_norm_epsilon": "eps", "tie_word_embeddings": "tie_word_embeddings",
+}  # fmt: skip
+_T5_FIXED = {
+    name: value for name, value in ONLY_LOADED.items() if not name.startswith("relative_attention")
+} | {"attn_only": False, "n_key_value_heads": None}  # fmt: skip
+
+
+class HookedEncoderDecoder(WithoutProcessing):
+    """A model with an encoder and a decoder, such as T5. There is no processing, as in HookedTransformer.
+
+    Example:
+        >>> from transformers import T5Config, T5ForConditionalGeneration
+        >>> from bridge.legacy import HookedEncoderDecoder
+        >>> config = T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=9)
+        >>> config.decoder_start_token_id = 0
+        >>> model = HookedEncoderDecoder(T5ForConditionalGeneration(config).eval())
+        >>> model([[1, 2, 3]], [[0, 4]]).shape
+        torch.Size([1, 2, 9])
+    """
+
+    parts_of_blocks = "ln1 attn ln2 cross_attn ln3 mlp"
+
+    @classmethod
+    def _model_of(cls, config: HookedTransformerConfig, move_to_device: bool) -> nn.Module:
+        fields = cls._fields(config, _T5_NAMES, _T5_FIXED)
+        for name in ("relative_attention_num_buckets", "relative_attention_max_distance"):
+            if getattr(config, name) is not None:
+                fields[name] = getattr(config, name)
+        start = 0 if config.decoder_start_token_id is None else config.decoder_start_token_id
+        kind = f"gated-{config.act_fn}" if config.gated_mlp else config.act_fn
+        fields |= {"feed_forward_proj": kind, "decoder_start_token_id": start, "dropout_rate": 0.0}
+        return cls._placed(T5ForConditionalGeneration(T5Config(**fields)), config, move_to_device)
+
+    def to_tokens(  # type: ignore[override]
+        self, input: str | Sequence[str], move_to_device: bool = True, truncate: bool = True
+    ) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, "batch pos"]]:
+        """Text as the encoder's tokens, and their mask."""
+        return self.tokens_and_mask(input, move_to_device, truncate)
+
+    def forward(  # type: ignore[override]
+        self,
+        input: Input,
+        decoder_input: Int[Tensor, "batch decoder_pos"] | list[list[int]] | None = None,
+        return_type: str | None = "logits",
+        one_zero_attention_mask: Int[Tensor, "batch pos"] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Runs the model."""
+        if decoder_input is not None:
+            kwargs["decoder_input_ids"] = torch.as_tensor(decoder_input, device=self.cfg.device)
+        if one_zero_attention_mask is not None:
+            kwargs["attention_mask"] = one_zero_attention_mask
+        return super().forward(input, return_type, **kwargs)
+
+    def generate(  # type: ignore[override]
+        self,
+        input: Input = "",
+        one_zero_attention_mask: Int[Tensor, "batch pos"] | None = None,
+        max_new_tokens: int = 10,
+        **more: Any,
+    ) -> Any:
+        """What the decoder answers, by the model's own `generate`; `more` is as for `HookedTransformer.generate`."""
+        if one_zero_attention_mask is not None:
+            more["attention_mask"] = one_zero_attention_mask
+        return super().generate(input, max_new_tokens, **more)
+
+    def _stack(self, part: str, name: str) -> Tensor:
+        return torch.stack([getattr(getattr(block, part), name) for block in (*self.encoder, *self.decoder)])
+
+    def call_part(self, name: str, *inputs: Any, **kwargs: Any) -> Tensor:
+        """What a part of the model makes of tensors. Hooks inside of it act."""
+        last, module = name.rpartition(".")[2], self.module_of(name)
+        if last.isdigit() and "resid_pre" in kwargs:
+            inputs = (kwargs.pop("resid_pre"), *inputs)
+        x = inputs[0]
+        if last in ("attn", "cross_attn"):
+            reads = inputs if last == "attn" else inputs[1:]
+            if not reads or any(not torch.equal(other, reads[0]) for other in reads):
+                raise TypeError(f"keys and values of {name} read one tensor, and in attn queries do too")
+            if last == "cross_attn":
+                kwargs["key_value_states"] = reads[0]
+            inputs = inputs[:1]
+        if name.startswith("decoder.") and (last == "attn" or last.isdigit()):
+            n = x.shape[1]
+            mask = torch.full((n, n), torch.finfo(x.dtype).min, dtype=x.dtype, device=x.device).triu(1)[None, None]
+            kwargs["mask" if last == "attn" else "attention_mask"] = mask
+        return self._called(module, *inputs, **kwargs)

@@ -12,13 +12,19 @@ from torch import Tensor, nn
 
 import bridge.legacy.loading_from_pretrained as loading
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
-from bridge.legacy.loaded import Made, as_type, copied_tokenizer
-from bridge.legacy.loading_from_pretrained import get_official_model_name, starts_with_bos
-from bridge.legacy.own_format import load_own_format, own_format
-from bridge.legacy.reweighing import TRANSFORMS
+from bridge.legacy.loading_from_pretrained import (
+    LegacyLoading,
+    Made,
+    as_type,
+    copied_tokenizer,
+    get_official_model_name,
+    load_own_format,
+    own_format,
+    starts_with_bos,
+)
+from bridge.legacy.reweighing import TRANSFORMS, Ungrouping
 from bridge.legacy.table import named
-from bridge.legacy.ungrouping import Ungrouping
-from bridge.legacy.weight_init import draw
+from bridge.legacy.utilities import draw
 from bridge.loading.loading import context_fields
 from bridge.native import NativeConfig, NativeModel
 
@@ -36,7 +42,7 @@ _KEPT = {
 }  # fmt: skip
 
 
-class HookedTransformer(Ungrouping):
+class HookedTransformer(Ungrouping, LegacyLoading):
     """A `TransformerBridge` with HookedTransformer's ways in: `from_pretrained`, or a configuration.
 
     The Hugging Face model runs, as in any bridge.
@@ -188,7 +194,8 @@ class HookedTransformer(Ungrouping):
             raise TypeError(f"{self.cfg.model_name} was loaded: weights are drawn of models made from a configuration")
         if self.cfg.seed is not None:
             torch.manual_seed(self.cfg.seed)
-        for name, drawn in draw(self.cfg, [(name, self.weights[name]) for name in self.weights.getters]):
+        in_order = sorted(self.weights.getters, key=self.place_of)
+        for name, drawn in draw(self.cfg, [(name, self.weights[name]) for name in in_order]):
             self.write({name: drawn})
 
     def fill_missing_keys(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:

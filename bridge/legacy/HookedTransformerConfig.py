@@ -17,7 +17,7 @@ from adapters.config import LoadedModelFields, ModelConfig
 from bridge.hooks.arguments import check_choice
 from bridge.hooks.names import suggestion
 from bridge.legacy.table import named
-from bridge.legacy.utilities.devices import get_device
+from bridge.legacy.utilities import get_device
 from bridge.native.native import ACT_FNS, NativeConfig
 
 #: Fields for which a model made from scratch has no place, and the value that they may have.

@@ -10,9 +10,9 @@ from bridge.legacy import table
 
 if TYPE_CHECKING:
     from bridge.cache import ActivationCache as ActivationCache
-    from bridge.legacy.BertNextSentencePrediction import BertNextSentencePrediction as BertNextSentencePrediction
+    from bridge.legacy.HookedEncoder import BertNextSentencePrediction as BertNextSentencePrediction
     from bridge.legacy.HookedEncoder import HookedEncoder as HookedEncoder
-    from bridge.legacy.HookedEncoderDecoder import HookedEncoderDecoder as HookedEncoderDecoder
+    from bridge.legacy.HookedEncoder import HookedEncoderDecoder as HookedEncoderDecoder
     from bridge.legacy.HookedTransformer import HookedTransformer as HookedTransformer
     from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig as HookedTransformerConfig
     from bridge.legacy.model_bridge import TransformerBridge as TransformerBridge

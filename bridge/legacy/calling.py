@@ -15,14 +15,12 @@ from adapters.views import Call, View
 from bridge.bridge import TransformerBridge
 from bridge.hooks.context import CURRENT, Listener, Scope, forward_pass, without_hooks
 from bridge.hooks.hooks import HookPoint
-from bridge.hooks.modules import first_parameter
+from bridge.hooks.modules import InForwardsPlace, first_parameter
 from bridge.hooks.names import suggestion
-from bridge.legacy.components import AbstractAttention
 from bridge.legacy.hook_points import CALLS
-from bridge.legacy.parts import Part
-from bridge.legacy.tokens import position_embeddings
+from bridge.legacy.utilities import position_embeddings
 from bridge.run.layer_range import StopRun
-from bridge.taps.tap import InForwardsPlace, Tap
+from bridge.taps.taps import Tap
 
 #: What a call must not do twice: add keys and values to a cache.
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
@@ -35,14 +33,18 @@ class ReplacedForward(InForwardsPlace):
     forward (a hook that comes before it can change what it reads alone), so this is done as taps do it.
 
     Args:
+        module: the Hugging Face module.
         part: the part that it plays.
         replacement: what is called: the part itself, or a module of the user's, which may call the part.
         view: how what the module returns is seen as what the part makes.
+        of_attention: it is called with what queries, keys and values read.
     """
 
-    def __init__(self, part: Part, replacement: Callable[[], nn.Module], view: View) -> None:
-        super().__init__(part.module)
-        self.part, self.replacement, self.view = part, replacement, view
+    def __init__(
+        self, module: nn.Module, part: nn.Module, replacement: Callable[[], nn.Module], view: View, of_attention: bool
+    ) -> None:
+        self.module = module
+        self.part, self.replacement, self.view, self.of_attention = part, replacement, view, of_attention
         own = self.module.__dict__.get("forward")
         if isinstance(own, Tap):  # which still wraps it
             self.inner: Callable[..., Any] = own.original
@@ -64,7 +66,7 @@ class ReplacedForward(InForwardsPlace):
 
         token = CALLS.set({**calls, self.part: inner})
         try:
-            if isinstance(self.part, AbstractAttention):
+            if self.of_attention:
                 out = self.replacement()(
                     query_input=x, key_input=x, value_input=x, past_kv_cache_entry=None, attention_mask=None
                 )

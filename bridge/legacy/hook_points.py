@@ -7,13 +7,17 @@ toy model, or a wrapper that is put into a model (see `HookedTransformer.setup`)
 from __future__ import annotations
 
 from abc import ABCMeta
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from adapters.points import Point, Site
 from adapters.views import Call, View
@@ -36,10 +40,35 @@ DeviceType = torch.device | None
 CALLS: ContextVar[dict[nn.Module, Callable[..., Any] | None]] = ContextVar("legacy_calls", default={})  # noqa: B039
 
 
+@dataclass(frozen=True)
+class TorchHook:
+    """A function at a hook point as torch would call it; it is called as HookedTransformer calls its own."""
+
+    point: bridge_point.HookPoint
+    function: HookFunction
+
+    @property
+    def __name__(self) -> str:
+        function = self.function
+        return f"partial({function.func!r},...)" if isinstance(function, partial) else repr(function)
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self.function(output[0] if isinstance(output, tuple) else output, hook=self.point)
+
+
+class TorchHandle(Handle, RemovableHandle):  # type: ignore[misc,override]
+    """A handle as torch has them. Its dictionary can be read; hook points have methods that add and remove hooks."""
+
+    def hooks_dict_ref(self) -> Mapping[int, TorchHook]:  # type: ignore[override]
+        """All functions of its kind at its hook point, by the numbers of their handles."""
+        there = [listener for listener in self.hook.listeners if listener.kind == self.listener.kind]
+        return MappingProxyType({id(listener): TorchHook(self.hook, listener.fn) for listener in there})
+
+
 class LensHandle(NamedTuple):
     """One hook at a hook point: `hook` removes it, `user_hook` is the function."""
 
-    hook: Handle
+    hook: TorchHandle
     is_permanent: bool = False
     context_level: int | None = None
     user_hook: HookFunction | None = None
@@ -47,22 +76,6 @@ class LensHandle(NamedTuple):
     def remove(self) -> None:
         """Removes the hook."""
         self.hook.remove()
-
-
-class StandaloneHooks:
-    """Attaches listeners to a hook point that belongs to no model: calling it is what runs them."""
-
-    def add(self, point: bridge_point.HookPoint, listener: Listener, prepend: bool = False) -> None:
-        """Attaches a listener."""
-        point.add_listener(listener, prepend)
-
-    def remove(self, point: bridge_point.HookPoint, gone: tuple[Listener, ...]) -> None:
-        """Removes listeners."""
-        point.keep_listeners(listener for listener in point.listeners if listener not in gone)
-
-    def compared(self, make: Callable[[], T], given: Tensor, point: bridge_point.HookPoint) -> T:
-        """What a function makes of a gradient: it belongs to no model that others would share."""
-        return make()
 
 
 def point_named(name: str, depth: int = -1, stacks: Collection[str] | None = None) -> Point:
@@ -102,7 +115,7 @@ class HookPoint(bridge_point.HookPoint, nn.Module):
 
     def __init__(self, point: Point | None = None, order: int = 0, attaches: AttachesListeners | None = None) -> None:
         nn.Module.__init__(self)
-        super().__init__(point or point_named(""), order, attaches or StandaloneHooks())
+        super().__init__(point or point_named(""), order, attaches or AttachesListeners())
         self.is_standalone = point is None
         if point is None:
             self.name = None  # type: ignore[assignment]  # until `setup` gives it one
@@ -138,12 +151,16 @@ class HookPoint(bridge_point.HookPoint, nn.Module):
     @property
     def fwd_hooks(self) -> list[LensHandle]:  # type: ignore[override]
         """The functions that were added to it."""
-        return [_lens_handle(hook) for hook in super().fwd_hooks]
+        return self._of_kind("fwd")
 
     @property
     def bwd_hooks(self) -> list[LensHandle]:  # type: ignore[override]
         """The functions of gradients that were added to it."""
-        return [_lens_handle(hook) for hook in super().bwd_hooks]
+        return self._of_kind("bwd")
+
+    def _of_kind(self, kind: str) -> list[LensHandle]:
+        handles = [TorchHandle(self, listener, self._attaches) for listener in self.listeners if listener.kind == kind]
+        return [LensHandle(each, each.is_permanent, each.context_level, each.function) for each in handles]
 
     def has_hooks(
         self, dir: Literal["fwd", "bwd", "both"] = "both", including_permanent: bool = True, level: int | None = None
@@ -177,7 +194,7 @@ class HookPoint(bridge_point.HookPoint, nn.Module):
         """Takes its hooks away, and makes it belong to nobody. Gives the hooks."""
         hooks = self.listeners
         self._attaches.remove(self, hooks)
-        self._attaches = StandaloneHooks()
+        self._attaches = AttachesListeners()
         return hooks
 
     def join(self, attaches: AttachesListeners, hooks: tuple[Listener, ...]) -> None:
@@ -194,10 +211,6 @@ class HookPoint(bridge_point.HookPoint, nn.Module):
         HookPoint.__init__(self)
         self.__dict__.update({name: value for name, value in state.items() if name not in ("name", "ctx")})
         self.name, self.ctx = state["name"], state["ctx"]
-
-
-def _lens_handle(hook: Handle) -> LensHandle:
-    return LensHandle(hook, hook.is_permanent, hook.context_level, hook.function)
 
 
 def _alone(result: Any) -> Any:

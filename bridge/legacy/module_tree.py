@@ -2,35 +2,547 @@
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator, Mapping
+import copy
+import functools
+from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from adapters import ModelMap
+from adapters import ModelMap, Weights
+from adapters.config import ModelConfig
 from adapters.points import Point, join
 from adapters.views import View
+from bridge.hooks.arguments import check_choice
 from bridge.hooks.context import CURRENT, Listener
 from bridge.hooks.hooks import Handle, checked
 from bridge.hooks.hooks import HookPoint as AnyHookPoint
 from bridge.hooks.names import NamesFilter, suggestion
 from bridge.legacy.calling import CallableParts, ReplacedForward
-from bridge.legacy.components import kind_of
-from bridge.legacy.hook_points import CALLS, HookedRootModule, HookPoint, ListsHooks, point_named
-from bridge.legacy.HookedTransformerConfig import HookedModelConfig
-from bridge.legacy.parameters import HoldsParameters, PartParameters, names_of
-from bridge.legacy.parts import Blocks, Part
-from bridge.legacy.table import why_not
+from bridge.legacy.hook_points import CALLS, HookedRootModule, HookFunction, HookPoint, ListsHooks, point_named
+from bridge.legacy.HookedTransformerConfig import HookedModelConfig, HookedTransformerConfig
+from bridge.legacy.table import at, named, why_not
 from bridge.run.run import points_that_run
-from bridge.weights import NameTree
+from bridge.weights import Component, NameTree
 from weight_processing.saving import untie
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A model's parameters in its tree of parts: Hugging Face's own, under HookedTransformer's names.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class PartParameters(MutableMapping[str, Any]):
+    """Where torch looks for a part's parameters: those that a user gave it, and the Hugging Face model's that stand
+    there, which stay where they are, and are looked for when they are asked for.
+
+    Args:
+        host: what the part belongs to.
+        part: its name; that of the model itself is "".
+        own: what a user gave it.
+    """
+
+    def __init__(self, host: ModuleTree, part: str, own: dict[str, nn.Parameter | None]) -> None:
+        self.host, self.part, self.own = host, part, own
+
+    def all(self, by_part: Mapping[str, Mapping[str, nn.Parameter]] | None = None) -> dict[str, Any]:
+        """Both kinds; of several parts in a row, by what was found for all of them at once."""
+        theirs = self.host.parameters_of(self.part) if by_part is None else by_part.get(self.part, {})
+        return {**theirs, **self.own}
+
+    def items(self) -> ItemsView[str, Any]:
+        """Both kinds."""
+        return self.all().items()
+
+    def __getitem__(self, name: str) -> Any:
+        return self.own[name] if name in self.own else self.host.parameters_of(self.part)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.all())
+
+    def __len__(self) -> int:
+        return len(self.all())
+
+    def __contains__(self, name: object) -> bool:
+        if name in self.own:
+            return True
+        if not self.part and "." not in str(name):  # torch asks so at every look-up of an attribute of the model
+            return name in self.host.original_model._parameters
+        return name in self.host.parameters_of(self.part)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name not in self.own and name in self:
+            raise TypeError(
+                f"{name} is a parameter of the Hugging Face model and cannot be exchanged here: functional_call, "
+                "pruning and parametrizations take model.original_model and its names"
+            )
+        self.own[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        self[name] = None
+        del self.own[name]
+
+
+class HoldsParameters:
+    """A module in whose place in the tree torch finds parameters of the Hugging Face model, too. It moves, saves and
+    loads those alone that a user gave it."""
+
+    def own_state(self) -> nn.Module:
+        """A module of the same parts, which has the parameters and buffers that a user gave it."""
+        mine, state = nn.Module(), vars(self)
+        mine.__dict__ |= {name: state[name] for name in ("_modules", "_buffers", "_non_persistent_buffers_set")}
+        mine.__dict__["_parameters"] = state["_parameters"].own
+        return mine
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """The same as an assignment."""
+        setattr(self, name, module)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self.own_state()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.own_state()._load_from_state_dict(*args)
+
+
+def names_of(
+    parameters: Mapping[str, nn.Parameter], weights: Weights, modules: Sequence[tuple[str, str]]
+) -> Iterator[tuple[str, dict[str, str]]]:
+    """For the path of each parameter, the part that it stands in, and its name there.
+
+    That is the name of the weight that is stored in it, or of several (``W_Q+W_K+W_V``); a tied embedding is in two
+    parts. One that is in no weight, or in many parts, stands in the part around it, under the end of its own name.
+
+    Args:
+        modules: names of parts, and the paths of the modules that play them.
+    """
+    at = {}
+    for name, get in weights.getters.items():
+        try:
+            at[name] = get().data_ptr()
+        except (TypeError, RuntimeError):  # it is no plain matrix, or is gone: a parameter there keeps its name
+            continue
+    for path, parameter in parameters.items():
+        start = 0 if parameter.is_meta or type(parameter) is not nn.Parameter else parameter.data_ptr()
+        end = start + parameter.numel() * parameter.element_size() * (start > 0)
+        inside: dict[str, list[str]] = {}
+        for name, place in at.items():
+            if start <= place < end:
+                part, _, word = name.rpartition(".")
+                inside.setdefault(part, []).append(word)
+        found = {part: "+".join(words) for part, words in inside.items()}
+        if len(found.keys() - {"unembed"}) > 1:
+            found = {}
+        above = [(where, name) for name, where in modules if path.startswith(f"{where}.")]
+        where, around = max(above, key=lambda pair: len(pair[0]), default=("", ""))
+        if not any(f"{part}.".startswith(around) for part in found):
+            found[around] = path.removeprefix(f"{where}.") if where else path
+        yield path, found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The parts of a model as torch modules with HookedTransformer's names: they stand for the Hugging Face model's own.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+#: What HookedTransformer's attention keeps in addition to its parameters: read from the model, and fixed by it.
+BUFFERS = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
+_ENDS = {"output": "hook_out", "input": "hook_in"}
+#: The words of weights' and parts' names in the order in which HookedTransformer has them, wherever they stand.
+_WEIGHTS = "W w b W_E W_pos W_token_type W_Q W_O b_Q b_O W_K _W_K W_V _W_V b_K _b_K b_V _b_V W_U b_U"
+_OF_MLP = {False: "W_in b_in W_out b_out", True: "W_in W_out W_gate b_in b_out"}
+_PARTS = (
+    "embed pos_embed token_type_embed {blocks} q_norm k_norm rel_pos_bias ln experts W_in W_out W_gate blocks encoder "
+    "encoder_final_ln decoder decoder_final_ln ln_final mlm_head unembed nsp_head pooler"
+)
+_IN_TRACES = ("input", "inputs", "output", "outputs")
+
+
+def _calls_it(register: str) -> Callable[..., Any]:
+    """A method of `torch.nn.Module` that adds a hook to a part: the model calls this part from now on."""
+
+    def added(part: Part, *args: Any, **kwargs: Any) -> Any:
+        part.host.call_in_place_of(part)
+        return getattr(nn.Module, register)(part, *args, **kwargs)
+
+    return added
+
+
+class Part(HoldsParameters, nn.Module):
+    """A part of a model. Called by itself it computes what the model's module does, in HookedTransformer's terms.
+
+    Its weights are views of the model's own parameters, its hook points are the model's. Assigning to a weight writes
+    into the model; assigning a module to a part lets the model call that module in its place. Torch hooks on it are
+    called in the model's runs. A deep copy is a module by itself, whose weights are its own.
+
+    Args:
+        cfg: a `HookedTransformerConfig` or its fields: the part of a model with one layer, and random weights.
+        more, kwargs: what HookedTransformer's class takes besides; only ``length`` of norms counts.
+    """
+
+    #: Where it is in a model that is made for it, and what that model's configuration says.
+    at: ClassVar[str] = ""
+    fields: ClassVar[dict[str, Any]] = {}
+    #: The model that it belongs to, and its name there, such as ``blocks.0.attn``.
+    host: ModuleTree
+    name: str
+
+    def __init__(self, cfg: Any, *more: Any, **kwargs: Any) -> None:
+        nn.Module.__init__(self)
+        if not self.at:
+            raise TypeError(f"{type(self).__name__} is a part of loaded models; none is made from a configuration")
+        given = HookedTransformerConfig.unwrap(cfg)
+        host = at("HookedTransformer:one_layer_model")(given, self.fields, *more, **kwargs)  # which has such parts
+        self._belong({"host": host, "name": self.at, "given": given})
+        host.adopt_part(self)
+
+    @classmethod
+    def of(cls, host: ModuleTree, name: str) -> Self:
+        """The part of this name, without what is in it."""
+        part = cls.__new__(cls)
+        part.__setstate__({"host": host, "name": name})
+        return part
+
+    def __getstate__(self) -> dict[str, Any]:
+        if "forward" in self.__dict__:
+            raise TypeError(
+                f"{self.name}.forward is a function of yours, which a copy of the model would share with this one: "
+                "put a module in its place, which is copied"
+            )
+        return {key: self.__dict__[key] for key in ("host", "name", "given") if key in self.__dict__}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        nn.Module.__init__(self)
+        self._belong(state)
+        # The model of a copy may not be there in full yet; it will take what it finds here.
+        self.host.__dict__.setdefault("parts", {})[self.name] = self
+
+    def _belong(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _parameters=PartParameters(state["host"], state["name"], {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self.host) in memo:  # the model is being copied
+            memo[id(self)] = new = type(self).of(memo[id(self.host)], self.name)
+            return new
+        mine, whole = {id(p) for p in self.parameters()}, self.host.original_model
+        tensors = [*whole.parameters(), *whole.buffers()]
+        shared: dict[int, Any] = {id(x): x for x in (*tensors, getattr(self.host, "tokenizer", None))}
+        copied = copy.deepcopy(self.host, {key: x for key, x in shared.items() if key not in mine})
+        memo[id(self)] = new = copied.parts[self.name]
+        if "given" in self.__dict__:
+            new.__dict__["given"] = copy.deepcopy(self.__dict__["given"], memo)
+        return new
+
+    @property
+    def cfg(self) -> ModelConfig | HookedTransformerConfig:
+        """The model's configuration, or what the part was made from."""
+        return self.__dict__.get("given") or self.host.cfg
+
+    @property
+    def module(self) -> nn.Module:
+        """The Hugging Face module that plays this part."""
+        return self.host.module_of(self.name)
+
+    @property
+    def original_component(self) -> nn.Module:
+        """The same."""
+        return self.module
+
+    def get_hooks(self) -> dict[str, HookPoint]:
+        """The hook points that stand directly in it, by name."""
+        return {name: point for name, point in self._modules.items() if isinstance(point, HookPoint)}
+
+    def add_hook(self, hook_fn: HookFunction, hook_name: str = "output") -> Handle:
+        """Adds a function at ``"output"`` or ``"input"``: its ``hook_out`` or ``hook_in``."""
+        return self._end(hook_name).add_hook(hook_fn)
+
+    def remove_hooks(self, hook_name: str | None = None) -> None:
+        """Removes the functions that were added at ``"output"`` or ``"input"``; None: at both."""
+        there = [name for name, end in _ENDS.items() if end in self.host.tree.children[self.name]]
+        for name in there if hook_name is None else (hook_name,):
+            self._end(name).remove_hooks("both")
+
+    def _end(self, name: str) -> AnyHookPoint:
+        check_choice("hook_name", name, _ENDS)
+        return getattr(self, _ENDS[name])  # type: ignore[no-any-return]
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Tensor:
+        """What the part makes of tensors: a block of a residual stream, a norm or an MLP of what it reads, attention of
+        what queries, keys and values read.
+        """
+        calls = CALLS.get()
+        inner = calls.get(self)
+        if inner is not None:
+            return inner(one_input(self.name, inputs, kwargs))  # type: ignore[no-any-return]
+        token = CALLS.set({**calls, self: None})
+        try:
+            return self.host.call_part(self.name, *inputs, **kwargs)
+        finally:
+            CALLS.reset(token)
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__") or "host" not in self.__dict__:
+            raise AttributeError(attribute)
+        for held in (self._modules, self.__dict__["_parameters"].own, self._buffers):
+            if attribute in held:
+                return held[attribute]
+        if attribute in ("module", "original_component"):
+            return self.host.module_of(self.name)  # which says why there is none
+        if why := why_not("GeneralizedComponent", attribute):
+            raise AttributeError(why)
+        if attribute in _IN_TRACES:
+            return getattr(Component(self.host.tree, self.name), attribute)
+        return self.host.tree.get(self.name, attribute, dir(type(self)))
+
+    def __setattr__(self, attribute: str, value: Any) -> None:
+        if attribute in _IN_TRACES:
+            setattr(Component(self.host.tree, self.name), attribute, value)
+        else:
+            self.host.put(self, self.name, attribute, value)
+
+    def __delattr__(self, attribute: str) -> None:
+        self.host.check_removal(self.name, attribute)
+        super().__delattr__(attribute)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self.host.tree.children.get(self.name, ())]
+
+    def __repr__(self) -> str:
+        return repr(Component(self.host.tree, self.name))
+
+    # What torch asks of a module.
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self.host.own_weights.get(self.name, ()):
+            weight = getattr(self, name)
+            destination[prefix + name] = weight if keep_vars else weight.detach()
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
+        unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        own = self.host.own_weights.get(self.name, ())
+        missing_keys += [prefix + name for name in own if prefix + name not in state_dict]
+        given = {join(self.name, name): state_dict[prefix + name] for name in own if prefix + name in state_dict}
+        unfit = {name: why for name, value in given.items() if (why := self.host.fits(name, value)) is not None}
+        error_msgs += unfit.values()
+        self.host.write({name: value for name, value in given.items() if name not in unfit})
+        theirs = {key: x for key, x in state_dict.items() if key.removeprefix(prefix) not in (*own, *BUFFERS)}
+        super()._load_from_state_dict(
+            theirs, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )  # of what the user gave it
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        module = self.host.find_module(self.name)
+        if module is not None:
+            module._apply(fn, recurse)
+        self.own_state()._apply(fn, recurse=False)
+        return self
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets the mode of the Hugging Face module."""
+        module = self.host.find_module(self.name)
+        if module is not None:
+            module.train(mode)
+        return self
+
+    register_forward_hook = _calls_it("register_forward_hook")
+    register_forward_pre_hook = _calls_it("register_forward_pre_hook")
+    register_full_backward_hook = _calls_it("register_full_backward_hook")
+    register_full_backward_pre_hook = _calls_it("register_full_backward_pre_hook")
+
+
+def one_input(name: str, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """What a part reads, where it reads one tensor."""
+    reads = [*inputs, *(kwargs[key] for key in ("query_input", "key_input", "value_input") if key in kwargs)]
+    if not reads:
+        reads = [value for value in kwargs.values() if isinstance(value, Tensor)]
+    first: Tensor = reads[0]
+    for other in reads[1:3]:
+        if isinstance(other, Tensor) and other is not first and not torch.equal(other, first):
+            raise TypeError(
+                f"inside a run, {name} reads one tensor: inputs of queries, keys and values differ by hooks on "
+                "hook_q_input, hook_k_input and hook_v_input"
+            )
+    return first
+
+
+class Blocks(nn.ModuleList):
+    """The blocks of a model, or the experts of a mixture. Each can be replaced; their number is the model's."""
+
+    def __init__(self, host: ModuleTree, name: str) -> None:
+        super().__init__()
+        self.__dict__.update(host=host, name=name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return nn.ModuleList([*self][index]) if isinstance(index, slice) else super().__getitem__(index)
+
+    def __setitem__(self, index: Any, module: nn.Module) -> None:
+        self.__dict__["host"].put(self, self.__dict__["name"], str(range(len(self))[index]), module)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_modules", ()):  # so do torch's and other people's ways to exchange a module
+            self[int(name)] = value
+        elif isinstance(value, nn.Module):
+            self.refuse()
+        else:
+            super().__setattr__(name, value)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """The same as an assignment."""
+        setattr(self, name, module)
+
+    def refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """What would change their number.
+
+        Raises:
+            TypeError: always, with what to do instead.
+        """
+        raise TypeError(
+            f"{self.__dict__['name']} are as many as the model has: stop_at_layer=n runs the first n, "
+            "from_pretrained(first_n_layers=n) loads them; each can be replaced, as by nn.Identity()"
+        )
+
+    __delattr__ = __delitem__ = __iadd__ = append = extend = insert = pop = refuse  # type: ignore[assignment]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# ``transformer_lens.components``'s names: the classes of parts, which stand for the Hugging Face model's own.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+_RELATIVE = ("relative_attention_num_buckets", "relative_attention_max_distance")
+
+
+class CanBeUsedAsMLP(Part):
+    """What stands where a block has its MLP. `W_gate` is None without a gate."""
+
+    at, fields = "blocks.0.mlp", {"attn_only": False}
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute == "W_gate" and not self.host.cfg.gated_mlp and "W_gate" not in self._modules:
+            return None
+        return super().__getattr__(attribute)
+
+
+class AbstractAttention(Part):
+    """Attention of any kind."""
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute in BUFFERS:
+            return self.host.buffer_of(self.name, attribute)
+        return super().__getattr__(attribute)
+
+    def __setattr__(self, attribute: str, value: Any) -> None:
+        if attribute not in BUFFERS:
+            super().__setattr__(attribute, value)
+        elif not torch.equal(getattr(self, attribute), value):
+            raise TypeError(f"{self.name}.{attribute} is the model's own: other values would change nothing")
+
+    @property
+    def layer_id(self) -> int:
+        """The index of its block."""
+        return int(self.name.split(".")[1])
+
+    @property
+    def attn_type(self) -> str:
+        """``"global"`` or ``"local"``."""
+        types = self.host.cfg.attn_types
+        return "global" if types is None else types[self.layer_id]
+
+
+class Attention(AbstractAttention):
+    """Attention with keys and values for each head."""
+
+    at, fields = "blocks.0.attn", {"attn_only": True, "n_key_value_heads": None}
+
+
+class T5Attention(Attention):
+    """Attention of T5. In the first layer of each stack it holds the biases of relative positions for all of them."""
+
+    at = ""
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute in ("has_relative_attention_bias", *_RELATIVE):
+            return getattr(self.module, attribute)
+        return super().__getattr__(attribute)
+
+    def compute_relative_attention_bias(self, query_length: int, key_length: int) -> Float[Tensor, "1 head q k"]:
+        """The biases, as the model's own module computes them."""
+        module: Any = self.module
+        return module.compute_bias(query_length, key_length)  # type: ignore[no-any-return]
+
+
+class Norm(Part):
+    """A norm of any kind."""
+
+
+def _kind(name: str, doc: str, at: str, base: type[Part] = Part, **fields: Any) -> type[Part]:
+    fields.setdefault("attn_only", base is not CanBeUsedAsMLP)
+    return type(name, (base,), {"__doc__": doc, "__module__": __name__, "at": at, "fields": fields})
+
+
+MLP = _kind("MLP", "A feed-forward layer.", "blocks.0.mlp", CanBeUsedAsMLP, gated_mlp=False)
+GatedMLP = _kind("GatedMLP", "A feed-forward layer with a gate.", "blocks.0.mlp", CanBeUsedAsMLP, gated_mlp=True)
+MoE = _kind("MoE", "A mixture of experts.", "", CanBeUsedAsMLP)
+GroupedQueryAttention = _kind(
+    "GroupedQueryAttention", "Attention with keys and values for groups of heads.", "blocks.0.attn", AbstractAttention
+)
+LayerNorm = _kind("LayerNorm", "A layer norm with weights.", "ln_final", Norm, normalization_type="LN")
+LayerNormPre = _kind("LayerNormPre", "A layer norm without weights.", "ln_final", Norm, normalization_type="LNPre")
+RMSNorm = _kind("RMSNorm", "A root mean square norm with weights.", "ln_final", Norm, normalization_type="RMS")
+RMSNormPre = _kind("RMSNormPre", "One without weights.", "ln_final", Norm, normalization_type="RMSPre")
+Embed = _kind("Embed", "The token embedding.", "embed")
+PosEmbed = _kind("PosEmbed", "The position embedding.", "pos_embed", positional_embedding_type="standard")
+Unembed = _kind("Unembed", "From the residual stream to logits.", "unembed")
+
+
+class TransformerBlock(Part):
+    """One layer."""
+
+    at = "blocks.0"
+
+
+class BertEmbed(Part):
+    """The embeddings of an encoder: tokens, positions and token types."""
+
+
+_NORMS = {"LN": LayerNorm, "LNPre": LayerNormPre, "RMS": RMSNorm, "RMSPre": RMSNormPre}
+_BY_NAME = {"embed": Embed, "pos_embed": PosEmbed, "unembed": Unembed}
+
+
+def kind_of(name: str, inside: set[str], cfg: ModelConfig) -> type[Part]:
+    """The class of a part."""
+    last = name.rpartition(".")[2]
+    if last.isdigit():
+        return TransformerBlock if name.count(".") == 1 else Part
+    if last == "embed" and "embed" in inside:
+        return BertEmbed
+    if last in ("attn", "cross_attn"):
+        if cfg.relative_attention_num_buckets is not None:
+            return T5Attention
+        return GroupedQueryAttention if cfg.n_key_value_heads is not None else Attention
+    if last == "mlp":
+        return MoE if "experts" in inside else GatedMLP if "W_gate" in inside else MLP
+    if last.startswith("ln") or last.endswith("_ln"):
+        return _NORMS.get(str(cfg.normalization_type), Part)
+    return _BY_NAME.get(last, Part)
+
 
 #: HookedTransformer's name of the point at the tokens, which it has where the configuration says so.
 _TOKENS = "embed.hook_in"
 #: The embedding, by either of its names, and the unembedding: they may be one parameter.
 ENDS = ("embed.W_E", "embed.embed.W_E", "unembed.W_U")
+
+
+@functools.cache
+def _ranks(blocks: str, gated: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """The places of weights' words, and of parts' words, in HookedTransformer's order."""
+    words = f"{_WEIGHTS} {_OF_MLP[gated]}".split(), _PARTS.format(blocks=blocks).split()
+    return tuple({word: place for place, word in enumerate(each)} for each in words)  # type: ignore[return-value]
 
 
 def _renamed(point: Point) -> Point:
@@ -42,8 +554,9 @@ def _renamed(point: Point) -> Point:
 class ModuleTree(HoldsParameters, CallableParts, ListsHooks):
     """A bridge that is a tree of modules, whose parts can be called, replaced and copied."""
 
-    #: The class whose names it has, of which some are left out.
+    #: The class whose names it has, of which some are left out; and the order in which its blocks have their parts.
     name_before = "HookedTransformer"
+    parts_of_blocks: ClassVar[str] = "ln1 ln1_post ln2 ln2_post attn mlp"
     makes_points = HookPoint
     refuses_silent_hooks = False  # they do not fire, as in HookedTransformer
     #: Hook points that HookedTransformer lacks, while a user's own have their names.
@@ -80,7 +593,8 @@ class ModuleTree(HoldsParameters, CallableParts, ListsHooks):
         for part in known.values():
             for key in [key for key, module in part._modules.items() if self._is_own(part.name, key, module)]:
                 del part._modules[key]
-        names, inside = [*self.weights.getters, *self.wiring.points], dict[str, set[str]]()
+        names = sorted([*self.weights.getters, *self.wiring.points], key=self.place_of)
+        inside: dict[str, set[str]] = {}
         self.__dict__["own_weights"], self.__dict__["parameter_names"] = {}, {}
         for name in names:
             path, _, last = name.rpartition(".")
@@ -99,6 +613,14 @@ class ModuleTree(HoldsParameters, CallableParts, ListsHooks):
                 parent = parent._modules[word]  # type: ignore[assignment]
             if name in self.wiring.points:
                 parent._modules[last] = self.wiring.points[name]  # type: ignore[assignment]
+
+    def place_of(self, name: str) -> list[tuple[int, int]]:
+        """Where a name of a weight, or of what stands in the tree, is in HookedTransformer's order: what a part has
+        itself comes before the parts inside of it, and what HookedTransformer does not have at the end."""
+        weights, parts = _ranks(self.parts_of_blocks, bool(self.cfg.gated_mlp))
+        *above, last = name.split(".")
+        inside = [(1, int(word) if word.isdigit() else parts.get(word, len(parts))) for word in above]
+        return [*inside, (0, weights.get(last.partition("+")[0], len(weights)))]
 
     def _new(self, path: str, inside: set[str]) -> nn.Module:
         if all(word.isdigit() for word in inside):
@@ -225,7 +747,10 @@ class ModuleTree(HoldsParameters, CallableParts, ListsHooks):
             if isinstance(self.parts[full], Blocks):
                 self.parts[full].refuse()
             if name == "pos_embed":
-                raise TypeError(f"{full} cannot be replaced: its modules can, or use hooks on its hook points")
+                raise TypeError(
+                    f"{full} cannot be replaced, as the model calls its own with positions, not tokens: assign to "
+                    f"{full}.W_pos, or model.add_hook('hook_pos_embed', lambda x, hook: ...) returns what is added"
+                )
             self.call_in_place_of(self.parts[full])
             parent._modules[name] = value
             try:
@@ -277,7 +802,8 @@ class ModuleTree(HoldsParameters, CallableParts, ListsHooks):
                     f"{part.name} cannot be replaced: {type(part.module).__name__} does more than {out} shows, such as "
                     f"adding the residual stream; use hooks on {out}"
                 )
-        self.calls[part.name] = ReplacedForward(part, lambda: parent._modules[last], view)  # type: ignore[arg-type,return-value]
+        of_attention = isinstance(part, AbstractAttention)
+        self.calls[part.name] = ReplacedForward(part.module, part, lambda: parent._modules[last], view, of_attention)  # type: ignore[arg-type,return-value]
 
     def _splice(self, parent: nn.Module, name: str, point: AnyHookPoint, module: nn.Module) -> None:
         """Calls a module with the activation at a hook point; later computation uses what it returns."""
@@ -389,11 +915,15 @@ class ModuleTree(HoldsParameters, CallableParts, ListsHooks):
         given = dict(self.original_model.named_parameters())
         if not given.keys() <= self.parameter_names.keys():
             modules = [(name, path) for name, path in self._paths() if name in self.parts]
-            self.parameter_names.update(names_of(given, self.weights, modules))
+            places = self.parameter_names | dict(names_of(given, self.weights, modules))
+            names = {path: join(*min(inside.items())) for path, inside in places.items()}
+            in_order = sorted(places, key=lambda path: self.place_of(names[path]))
+            self.__dict__["parameter_names"] = {path: places[path] for path in in_order}
         found: dict[str, dict[str, nn.Parameter]] = {}
-        for path, parameter in given.items():
-            for part, name in self.parameter_names[path].items():
-                found.setdefault(part, {})[name] = parameter
+        for path, inside in self.parameter_names.items():
+            for part, name in inside.items():
+                if path in given:
+                    found.setdefault(part, {})[name] = given[path]
         return found
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -460,3 +990,4 @@ class ModuleTree(HoldsParameters, CallableParts, ListsHooks):
 
 
 HookedRootModule.register(ModuleTree)  # which programs ask for by isinstance
+__getattr__ = named(__name__)

@@ -16,8 +16,7 @@ from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import NamesFilter
 from bridge.legacy.past_key_value_caching import HookedTransformerKeyValueCache
 from bridge.legacy.reweighing import LegacyWeights
-from bridge.legacy.slices import Slice
-from bridge.legacy.tokens import get_attention_mask, position_embeddings
+from bridge.legacy.utilities import Slice, get_attention_mask, position_embeddings
 from bridge.run.inputs import Input
 from bridge.run.layer_range import check_layers
 from bridge.run.tokenization import Batch, as_tokens, texts_in

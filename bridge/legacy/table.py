@@ -27,8 +27,6 @@ def why_not(where: str, name: str) -> str | None:
     inside = _inside(where)
     inside = inside if inside in API else MODULES.get(inside, inside)
     instead = API.get(inside, {}).get(name) or MISSING.get(inside, {}).get(name)
-    if instead is None and inside in ("utilities", "utilities.devices", "utilities.activation_functions", "slices"):
-        instead = MISSING["utils"].get(name)
     instead = instead or MISSING["package"].get(name)
     if name.startswith("convert_") and name.endswith("_weights"):
         instead = MISSING["package"]["pretrained"]
@@ -47,8 +45,8 @@ def named(module: str) -> Callable[[str], Any]:
     it is shown by ``from module import name``, too.
 
     Example:
-        >>> from bridge.legacy import table
-        >>> table.named("bridge.legacy.utils")("get_act_name")("k", 2)
+        >>> from bridge.legacy import table, utilities
+        >>> table.named("bridge.legacy.utilities")("get_act_name")("k", 2)
         'blocks.2.attn.hook_k'
         >>> table.named("bridge.legacy")("lit")
         Traceback (most recent call last):
@@ -58,6 +56,8 @@ def named(module: str) -> Callable[[str], Any]:
     places = NAMES.get(inside, {})
     above = {"" if module == ROOM else inside, *(name for name, place in MODULES.items() if place == inside)}
     below = {name.rpartition(".")[2]: name for name in MODULES if name.rpartition(".")[0] in above}
+    if below and module in sys.modules:
+        vars(sys.modules[module]).setdefault("__path__", [])  # Python looks for them in packages alone
 
     def get(name: str) -> Any:
         if name in places:
@@ -73,7 +73,7 @@ def named(module: str) -> Callable[[str], Any]:
     return get
 
 
-def not_done(name: str, why: str = MISSING["evals"]["MMLU_SUBJECTS"]) -> Callable[..., Any]:
+def not_done(name: str, why: str = MISSING["utilities"]["MMLU_SUBJECTS"]) -> Callable[..., Any]:
     """A function that can be imported, and says why it is not done when it is called."""
 
     def refuse(*args: object, **kwargs: object) -> NoReturn:
@@ -114,5 +114,4 @@ class Tabled(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Puts our module where Python looks for the one that it has just made."""
-        sys.modules[module.__name__] = ours = at(MODULES[_inside(module.__name__)])
-        vars(ours).setdefault("__path__", [])  # others may be below it
+        sys.modules[module.__name__] = at(MODULES[_inside(module.__name__)])

@@ -17,6 +17,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
+from adapters.config import ModelFields
 from bridge.hooks.names import suggestion
 from bridge.loading.patches import Patches, WeightConversions, keep_recording, patched
 from bridge.native import NativeConfig, NativeModel
@@ -169,7 +170,7 @@ def _check_folder(name: str, gguf_file: str | None) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class ModelOrigin:
     """Which files a model is loaded from. The fields are arguments of `TransformerBridge.boot_transformers`."""
 
     name: str
@@ -183,7 +184,7 @@ class Source:
     token: str | bool | None
     trust_remote_code: bool
 
-    def found(self, check_format: bool) -> Files:
+    def found(self, check_format: bool) -> ModelFiles:
         """The repository, and what its files are asked for with.
 
         Args:
@@ -210,11 +211,11 @@ class Source:
         }  # fmt: skip
         where: dict[str, Any] = {key: value for key, value in asked.items() if value}
         where["trust_remote_code"] = self.trust_remote_code
-        return Files(name, checkpoint.repository if checkpoint else name, where, checkpoint)
+        return ModelFiles(name, checkpoint.repository if checkpoint else name, where, checkpoint)
 
 
 @dataclass(frozen=True)
-class Files:
+class ModelFiles:
     """Where a model is.
 
     Attributes:
@@ -294,7 +295,7 @@ class Variant:
     weight_conversions: WeightConversions | None
     from_pretrained: Mapping[str, object]
 
-    def config(self, files: Files) -> PreTrainedConfig:
+    def config(self, files: ModelFiles) -> PreTrainedConfig:
         """The model's configuration, with the fields that are to be others."""
         config = AutoConfig.from_pretrained(files.repository, **files.where)
         _override(config, self.hf_config_overrides or {})
@@ -379,7 +380,7 @@ class UnknownArgumentError(TypeError):
         return f"{name!r} is an argument of neither the bridge nor {loader}.{suggestion(name, known)}"
 
 
-def load(source: Source, placement: Placement, variant: Variant, progress: bool) -> tuple[nn.Module, Files]:
+def load(source: ModelOrigin, placement: Placement, variant: Variant, progress: bool) -> tuple[nn.Module, ModelFiles]:
     """A model from the hub or a folder; see `TransformerBridge.boot_transformers`.
 
     Args:
@@ -414,7 +415,7 @@ def load(source: Source, placement: Placement, variant: Variant, progress: bool)
     return model, files
 
 
-def loaded_already(model: nn.Module, source: Source, placement: Placement, variant: Variant) -> Files:
+def loaded_already(model: nn.Module, source: ModelOrigin, placement: Placement, variant: Variant) -> ModelFiles:
     """Puts a model that is loaded already on its device, and finds its files for the tokenizer.
 
     Raises:
@@ -434,7 +435,7 @@ def loaded_already(model: nn.Module, source: Source, placement: Placement, varia
     return files
 
 
-def tokenizer_of(files: Files, progress: bool) -> PreTrainedTokenizerBase | None:
+def tokenizer_of(files: ModelFiles, progress: bool) -> PreTrainedTokenizerBase | None:
     """The tokenizer that is kept with a model; None where a folder has none. A GGUF file holds its own."""
     alone = os.path.isdir(files.repository) and "gguf_file" not in files.where
     if alone and not any(os.path.exists(os.path.join(files.repository, name)) for name in _OF_TOKENIZERS):
@@ -444,7 +445,7 @@ def tokenizer_of(files: Files, progress: bool) -> PreTrainedTokenizerBase | None
 
 
 def make_native(
-    config: NativeConfig | Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None, **changes: object
+    config: ModelFields | Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None, **changes: object
 ) -> tuple[NativeModel, PreTrainedTokenizerBase | None]:
     """A small transformer with random weights, and its tokenizer; see `TransformerBridge.boot_native`.
 
@@ -452,7 +453,8 @@ def make_native(
         config, tokenizer: as there.
         changes: fields in place of the configuration's; None leaves one as it is.
     """
-    native = copy.copy(config) if isinstance(config, NativeConfig) else NativeConfig(**config)
+    given = config.native() if isinstance(config, ModelFields) and not isinstance(config, NativeConfig) else config
+    native = copy.copy(given) if isinstance(given, NativeConfig) else NativeConfig(**given)
     for name, value in changes.items():
         if value is not None:
             setattr(native, name, str(value) if name == "device" else value)
@@ -491,7 +493,7 @@ def _explain_unknown(error: TypeError, given: Collection[str], loader: type[Any]
     """Raises our own error where Hugging Face's says that it does not know an argument of the user's."""
     for name in given:
         if f"unexpected keyword argument {name!r}" in str(error):
-            known = {field.name for part in (Source, Placement, Variant) for field in fields(part)}
+            known = {field.name for part in (ModelOrigin, Placement, Variant) for field in fields(part)}
             known = known - {"name", "from_pretrained"} | {"hf_model", "tokenizer", "progress", "name_or_path"}
             raise UnknownArgumentError(name, loader.__name__, sorted(known)) from error
 

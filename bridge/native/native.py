@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralSparseMoeBlock, MixtralTopKRouter
 from transformers.utils.output_capturing import capture_outputs
 
+from adapters.attention import result_of, scores_of
 from adapters.config import ModelFields
 from bridge.hooks.names import suggestion
 
@@ -384,15 +385,10 @@ def eager_attention_forward(
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "batch pos n_heads d_head"], Float[Tensor, "batch n_heads pos key_pos"]]:
     """Attention with its scores and pattern in full; what transformers calls "eager"."""
-    groups = module.num_key_value_groups
-    key, value = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (key, value))
-    scores = query @ key.transpose(-1, -2) * scaling
-    if (cap := module.config.attn_scores_soft_cap) > 0:
-        scores = cap * torch.tanh(scores / cap)
-    if attention_mask is not None:
-        scores = scores + attention_mask
+    cap = module.config.attn_scores_soft_cap
+    scores = scores_of(query, key, scaling, cap if cap > 0 else None, attention_mask)
     pattern = torch.softmax(scores, dim=-1)
-    return (pattern @ value).transpose(1, 2), pattern
+    return result_of(pattern, value).transpose(1, 2), pattern
 
 
 def rotation(positions: Int[Tensor, "batch pos"], cfg: NativeConfig, dtype: torch.dtype) -> Rotation:

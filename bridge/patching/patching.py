@@ -1,4 +1,22 @@
-"""Any activation, patched piece by piece."""
+"""Activation patching: any activation, patched piece by piece, and a metric of each patched run.
+
+What comes in: corrupted prompts, the cache of a clean run, a metric of logits, and what to go through. What goes out:
+the metric of each patch, as a tensor with an axis for each index, or as a `PatchingResult`.
+
+The mechanism, in order:
+
+1. `Indices` says what to go through: all combinations of axes (layer, pos, head, ...), or the rows of a data frame.
+2. Each index becomes a `PatchStep`: a hook point, a setter (`bridge.patching.setters`) and the clean activation. Of
+   the ready-made setters it is known which positions they write; a setter of the user's own may do anything.
+3. `PatchedRuns` (`bridge.patching.runs`) runs the corrupted prompts once. Steps that change nothing there are left
+   out.
+4. It gives each patch with its logits, of runs that many patches share. `Metrics` makes numbers of these.
+5. `get_act_patch_resid_pre` and its siblings are this for one kind of activation; `patch_everything` is four of them
+   with a picture; `ablated` makes a cache of what an ablation puts in place, so that the same sweeps ablate.
+
+It refuses an unknown activation or axis, a clean cache without it, prompts of another length, and a metric of another
+shape than was said. It knows nothing of how runs are shared, nor of circuits.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +37,13 @@ from bridge.hooks.arguments import refuse_wrong_types
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import act_name
 from bridge.interventions.operations import mean
+from bridge.patching.lazy_logits import LazyLogits
 from bridge.patching.result import Indices, Metric, Metrics, PatchingResult, Reduce, clean_activation, data_frame
+from bridge.patching.runs import Patch, PatchedRuns
 from bridge.patching.setters import (
-    Patches,
     PatchSetter,
     PatchStep,
+    differences,
     layer_head_dest_src_pos_pattern_patch_setter,
     layer_head_pattern_patch_setter,
     layer_head_pos_pattern_patch_setter,
@@ -31,8 +51,6 @@ from bridge.patching.setters import (
     layer_pos_head_vector_patch_setter,
     layer_pos_patch_setter,
 )
-from bridge.patching.sweep import compiled_sweep
-from bridge.patching.sweep import measure as measure_patches
 from bridge.run.tokenization import as_tokens
 
 
@@ -52,12 +70,11 @@ def generic_activation_patch(
     baseline: bool = False,
     attention_mask: Int[Tensor, "batch pos"] | None = None,
     patches_per_run: int | Literal["auto"] = "auto",
-    compiled: bool | Mapping[str, object] = False,
     verbose: bool = True,
 ) -> Any:
     """Patches one piece of the clean run after another into the corrupted run, and measures each.
 
-    Nothing is computed that a patch cannot change, wherever that can be done (see `bridge.patching.sweep`): patched
+    Nothing is computed that a patch cannot change, wherever that can be done (see `bridge.patching.runs`): patched
     runs start at the layer of their patch and, with the setters of `bridge.patching.setters`, at the first position at
     which it changes anything; a patch that changes nothing is not run; logits are computed where the metric looks. The
     numbers are those of whole runs but for the rounding of another batch size. The setter and the metric are called in
@@ -85,9 +102,6 @@ def generic_activation_patch(
         attention_mask: ``[batch, pos]``, 1 for tokens and 0 for padding; None: no padding.
         patches_per_run: how many patches to run as one batch; ``"auto"``: as many as a quarter of the device's free
             memory holds, and as make runs faster. Each is still given to the setter and the metric alone.
-        compiled: run all patches through one compiled program (`TransformerBridge.program`), or the options that
-            `torch.compile` is to have for it. It computes all layers and positions of each patch, and compiling takes
-            seconds: on a processor it was slower wherever it was measured (docs/performance.md).
         verbose: show a progress bar.
 
     Returns:
@@ -128,12 +142,7 @@ def generic_activation_patch(
     frame = indices.frame() if return_index_df else None
     steps = _steps(model, clean_cache, activation_name, indices, patch_setter)
     with tqdm(total=len(steps), desc=f"patching {activation_name}", unit="patch", disable=not verbose) as bar:
-        patches = Patches(model, tokens, steps, metrics, attention_mask, bar.update)
-        if compiled is False:
-            results = measure_patches(patches, patches_per_run)
-        else:
-            together = None if patches_per_run == "auto" else patches_per_run
-            results = compiled_sweep(patches, together, compiled if isinstance(compiled, Mapping) else {})
+        results = _measured(model, tokens, steps, metrics, attention_mask, patches_per_run, bar.update)
     measured = torch.full((len(indices.rows), *metrics.shape), math.nan, dtype=torch.float32, device=model.cfg.device)
     if results:
         measured[torch.tensor(indices.tried, device=measured.device)] = torch.stack(results).to(measured)
@@ -185,6 +194,63 @@ def _steps(
     return steps
 
 
+def _measured(
+    model: TransformerBridge,
+    tokens: Int[Tensor, "batch pos"],
+    steps: Sequence[PatchStep],
+    metric: Metrics,
+    attention_mask: Int[Tensor, "batch pos"] | None,
+    together: int | Literal["auto"],
+    report: Callable[[int], object],
+) -> list[Tensor]:
+    """The metric of each patch, in the order of the patches; `report` is called with how many more are done."""
+    hooks = [step.hook for step in steps]
+    compared = list(dict.fromkeys(step.hook.name for step in steps if step.region is not None))
+    with torch.no_grad():
+        runs = PatchedRuns(model, tokens, hooks, compared, attention_mask, together)
+        unpatched = None if runs.corrupted is None else _without_gradients(metric, runs.corrupted.logits)
+        if runs.corrupted is not None and unpatched is not None:
+            patches = _changing(steps, runs.corrupted.kept)
+            found = [unpatched] * len(steps)
+            report(len(steps) - len(patches))
+            for patch, logits in runs.logits(patches):
+                numbers = metric(logits)
+                if isinstance(logits, LazyLogits) and bool(numbers.isnan().any()) and not logits.computed:
+                    numbers = metric(logits.whole())  # something may have read past what was computed
+                found[patch.index] = numbers
+                report(1)
+            return found
+    if unpatched is None and runs.corrupted is not None:  # streams that gradients go through
+        runs = PatchedRuns(model, tokens, hooks, (), attention_mask, together)
+    results: dict[int, Tensor] = {}
+    for patch, logits in runs.logits([Patch(i, step.hook, 0, step.edit) for i, step in enumerate(steps)], joined=False):
+        results[patch.index] = metric(logits)
+        report(1)
+    return [results[index] for index in range(len(steps))]
+
+
+def _without_gradients(metric: Metrics, logits: Tensor) -> Tensor | None:
+    """The metric of the unpatched run; None where it asks for gradients."""
+    try:
+        return metric(logits.clone())
+    except RuntimeError:
+        return None  # if it is for another reason, the plain way raises it again
+
+
+def _changing(steps: Sequence[PatchStep], corrupted: Mapping[str, Tensor]) -> list[Patch]:
+    """The patches that change anything, with where they do as far as that is known."""
+    differs = {
+        step.hook: differences(step.clean, corrupted[step.hook.name])
+        for step in {step.hook: step for step in steps if step.region is not None}.values()
+    }
+    patches = []
+    for index, step in enumerate(steps):
+        changed = step.changed(differs.get(step.hook))
+        if changed != []:
+            patches.append(Patch(index, step.hook, changed[0] if changed else 0, step.edit, changed))
+    return patches
+
+
 def make_df_from_ranges(column_max_ranges: Sequence[int], column_names: Sequence[str]) -> Any:
     """A data frame of all combinations of indices, the last column running fastest.
 
@@ -224,8 +290,8 @@ Args:
     corrupted_tokens: the corrupted prompts, ``[batch, pos]``, or one of them, ``[pos]``.
     clean_cache: the activations of the clean run, with their batch axis.
     patching_metric: from logits ``[batch, pos, d_vocab]`` to one number.
-    options: `index_df`, `return_index_df`, `reduce`, `baseline`, `attention_mask`, `patches_per_run`, `compiled` and
-        `verbose` of `generic_activation_patch`.
+    options: `index_df`, `return_index_df`, `reduce`, `baseline`, `attention_mask`, `patches_per_run` and `verbose` of
+        `generic_activation_patch`.
 
 Returns:
     ``[{axes}]``{note}.

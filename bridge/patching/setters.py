@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Shaped
 from torch import Tensor
 
-from bridge.bridge import TransformerBridge
 from bridge.hooks.arguments import refuse_wrong_types
 from bridge.hooks.hooks import HookPoint
 
@@ -404,10 +403,6 @@ def from_position(
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-#: From the logits ``[batch, pos, d_vocab]`` of one patched run to numbers.
-Numbers = Callable[[Float[Tensor, "batch pos d_vocab"]], Float[Tensor, "..."]]
-
-
 @dataclass(frozen=True)
 class PatchStep:
     """One patch.
@@ -429,42 +424,30 @@ class PatchStep:
         """What the setter writes, where that is known."""
         return region_of(self.setter, self.hook.point.axes)
 
-    def whole(self, activation: Tensor) -> Tensor | None:
-        """Patches the corrupted activation of all positions."""
-        return self.setter(activation, list(self.place), self.clean)
+    def changed(self, differs: Bool[Tensor, "..."] | None) -> list[int] | None:
+        """The positions that it changes; None where that is not known.
 
-    def later(self, activation: Tensor, start: int) -> Tensor | None:
-        """Patches the corrupted activation of the positions from `start` on."""
+        Args:
+            differs: where the clean and the corrupted activation differ, without the batch axis; None: not known.
+        """
+        if self.region is None or differs is None:
+            return None
+        try:
+            return changed_positions(self.region, self.place, differs)
+        except (IndexError, ValueError):
+            return None  # the setter says what does not fit
+
+    def edit(self, start: int) -> Callable[[Tensor], Tensor | None]:
+        """What patches the corrupted activation of the positions from `start` on."""
+        return lambda activation: self._patched(activation, start)
+
+    def _patched(self, activation: Tensor, start: int) -> Tensor | None:
         region = self.region
         if region is None or not start:
-            return self.whole(activation)
+            return self.setter(activation, list(self.place), self.clean)
         if activation.shape[1 + region.pos] == self.clean.shape[1 + region.pos]:  # keys and values made from latents
-            return self.whole(activation)  # are made for all positions, those before `start` too
+            return self.setter(
+                activation, list(self.place), self.clean
+            )  # are made for all positions, those before `start` too
         place, clean = from_position(region, self.place, self.clean, start)
         return self.setter(activation, place, clean)
-
-
-@dataclass(frozen=True)
-class Patches:
-    """The patches of a sweep, and what is measured of each.
-
-    Attributes:
-        model: the bridge.
-        tokens: the corrupted prompts.
-        steps: the patches.
-        metric: from the logits of one patched run to numbers.
-        attention_mask: 1 for tokens and 0 for padding; None: no padding.
-        report: called with how many more patches are done.
-    """
-
-    model: TransformerBridge
-    tokens: Int[Tensor, "batch pos"]
-    steps: Sequence[PatchStep]
-    metric: Numbers
-    attention_mask: Int[Tensor, "batch pos"] | None
-    report: Callable[[int], object]
-
-    @property
-    def hooks(self) -> list[HookPoint]:
-        """The hook points at which anything is patched."""
-        return list(dict.fromkeys(step.hook for step in self.steps))

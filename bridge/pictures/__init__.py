@@ -16,7 +16,7 @@ if _missing:
 from bridge.pictures.attention_grids import attention, residual_norms, routing
 from bridge.pictures.graphs import CircuitNode, circuit
 from bridge.pictures.heat_maps import attribution, composition, heads, heat_map, patching
-from bridge.pictures.picture import Picture, page, together
+from bridge.pictures.pictures import Picture, page, together
 from bridge.pictures.token_lines import attention_text, chosen_lens, logit_lens, tokens
 
 __all__ = [

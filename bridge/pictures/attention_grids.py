@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import altair as alt
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from bridge.pictures.heat_maps import Axis, grid
-from bridge.pictures.picture import Picture, finished, rows_chart
+from bridge.pictures.pictures import Picture, finished, rows_chart
 from bridge.pictures.style import (
     checked,
     colour,
@@ -122,25 +122,32 @@ def _overview_cell(n: int, down: int, across: int) -> float:
 def routing(
     weights: Float[Tensor, "..."] | Mapping[int, Float[Tensor, "..."]],
     tokens: Sequence[str],
+    indices: Int[Tensor, "..."] | Mapping[int, Int[Tensor, "..."]] | None = None,
     *,
+    n_experts: int | None = None,
     title: str = "Expert routing",
 ) -> Picture:
     """Which experts each token is sent to: experts down, tokens across, a panel for each layer.
 
     Args:
-        weights: ``cache["blocks.0.mlp.hook_expert_weights"]``, ``[pos, expert]``, with a batch axis of 1 in front or
-            without; or a dictionary of these by layer. Experts with weight zero stay blank.
+        weights: with `indices`, how much the chosen experts count, ``cache["blocks.0.mlp.hook_topk_weights"]``, ``[pos,
+            chosen]``; without, those of all experts, ``[pos, expert]``, zero for those that are not chosen (not
+            ``hook_expert_weights``, the probabilities that experts are chosen by). With a batch axis of 1 in front or
+            without; or a dictionary of these by layer. What is zero stays blank.
         tokens: the text of each position: ``bridge.to_str_tokens(prompt)``.
+        indices: which experts were chosen, ``cache["blocks.0.mlp.hook_expert_indices"]``, of the shape of the weights.
+        n_experts: how many experts there are; needed with `indices`.
         title: over the picture.
 
     Raises:
-        ValueError: other axes, a batch of several prompts, layers with different numbers of experts, a negative weight.
+        ValueError: other axes, a batch of several prompts, layers with different numbers of experts, a negative weight,
+            indices that do not fit the weights, or without the number of experts.
 
     Example:
         >>> import torch
         >>> from bridge import pictures
-        >>> weights = {0: torch.rand(3, 4).softmax(-1), 2: torch.rand(3, 4).softmax(-1)}
-        >>> pictures.routing(weights, ["<bos>", " Mary", " and"])
+        >>> weights, chosen = {0: torch.tensor([[0.7, 0.3], [0.6, 0.4]])}, {0: torch.tensor([[5, 1], [2, 5]])}
+        >>> pictures.routing(weights, ["<bos>", " Mary"], chosen, n_experts=8)
         Picture('Expert routing')
     """
     by_layer = dict(weights) if isinstance(weights, Mapping) else None
@@ -148,6 +155,11 @@ def routing(
     if not given:
         raise ValueError(f"weights are {weights!r}; give a tensor [pos, expert], or a dictionary of them by layer")
     tables = [without_batch(checked(each, "the weights"), 2, "weights of experts [pos, expert]") for each in given]
+    if indices is not None:
+        chosen = [indices] if isinstance(indices, Tensor) else [indices[layer] for layer in by_layer or {}]
+        if n_experts is None:
+            raise ValueError("n_experts is None: with indices, say how many experts there are")
+        tables = [_of_all_experts(*each, n_experts) for each in zip(tables, chosen, strict=True)]
     shapes = {tuple(table.shape) for table in tables}
     if len(shapes) > 1:
         raise ValueError(
@@ -155,17 +167,17 @@ def routing(
         )
     values = torch.stack(tables).mT  # layer expert pos
     if bool((values < 0).any()):
-        raise ValueError("weights of experts hold negative numbers: give hook_expert_weights, not hook_router_logits")
+        raise ValueError("weights of experts hold negative numbers: give hook_topk_weights, not hook_router_logits")
     labels = token_labels(tokens, values.shape[-1])
-    n_experts = values.shape[-2]
+    experts = values.shape[-2]
     top = limit(values)
     values = values.masked_fill(values == 0, float("-inf"))
     alone = by_layer is None
     wide = max(5.0, min(26.0, (900 if alone else 480) / len(labels)))
-    high = max(3.0, min(20.0, (600 if alone else 320) / n_experts))
+    high = max(3.0, min(20.0, (600 if alone else 320) / experts))
     return grid(
         values[0] if alone else values,
-        Axis("expert", [str(expert) for expert in range(n_experts)], high),
+        Axis("expert", [str(expert) for expert in range(experts)], high),
         Axis("token", labels, wide),
         sequential(top),
         "weight",
@@ -173,6 +185,23 @@ def routing(
         panels=None if by_layer is None else [f"layer {layer}" for layer in by_layer],
         panels_wide=max(1, int(1050 // (wide * len(labels) + 20))),
     )
+
+
+def _of_all_experts(weights: Tensor, indices: Tensor, n_experts: int) -> Float[Tensor, "pos expert"]:
+    """Weights of the chosen experts among zeros for the others.
+
+    Raises:
+        ValueError: the indices have another shape, or are no experts.
+    """
+    chosen = without_batch(indices.detach().cpu(), 2, "indices of experts [pos, chosen]").long()
+    if chosen.shape != weights.shape:
+        raise ValueError(
+            f"weights have shape {list(weights.shape)} and indices {list(chosen.shape)}: give hook_topk_weights with "
+            "hook_expert_indices"
+        )
+    if not 0 <= int(chosen.min()) <= int(chosen.max()) < n_experts:
+        raise ValueError(f"indices are {int(chosen.min())} to {int(chosen.max())}, and there are {n_experts} experts")
+    return weights.new_zeros(len(weights), n_experts).scatter(1, chosen, weights)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from bridge.pictures.picture import Picture, rows_chart
+from bridge.pictures.pictures import Picture, rows_chart
 from bridge.pictures.style import (
     checked,
     colour,
@@ -38,7 +38,7 @@ SOME_PICKED = "(isValid(picked.i) && isValid(picked.i[0]))"
 
 
 @dataclass(frozen=True)
-class Graph:
+class GraphDrawing:
     """Nodes by their numbers, where they stand, and what joins them.
 
     Attributes:
@@ -49,6 +49,7 @@ class Graph:
         paths: of each pair the stops after its sender.
         rows: how high the graph is.
         bands: the rows of tokens, at the left.
+        negative_supports: blue is negative, and orange positive; otherwise the other way round.
     """
 
     pairs: Sequence[tuple[int, int]]
@@ -59,6 +60,13 @@ class Graph:
     paths: Sequence[Sequence[tuple[int, float]]]
     rows: float
     bands: Sequence[tuple[str, float]]
+    negative_supports: bool
+
+    @property
+    def hue(self) -> Any:
+        """The colour of what shows a score ``datum.v``."""
+        orange = "datum.v > 0" if self.negative_supports else "datum.v < 0"
+        return alt.condition(orange, alt.value(colour("accent")), alt.value(colour("line")))
 
     @property
     def box(self) -> int:
@@ -85,12 +93,11 @@ class Graph:
         """The largest score, of either sign, of an edge at a node."""
         return max((abs(v) for v, pair in zip(self.scores, self.pairs, strict=False) if node in pair), default=0.0)
 
-    def drawn(self, measure: str, negative_supports: bool) -> alt.LayerChart | alt.FacetChart:
+    def drawn(self, measure: str) -> alt.LayerChart | alt.FacetChart:
         """Lines, then boxes, then words.
 
         Args:
             measure: what a score is.
-            negative_supports: blue is negative.
         """
         margin = (width_of([token for token, _ in self.bands]) + 6) / self.gap if self.bands else 0.0
         left, right = -0.5 - margin, self.columns - 0.5
@@ -103,7 +110,7 @@ class Graph:
         def y(name: str) -> alt.Y:
             return alt.Y(f"{name}:Q", axis=None, scale=down)
 
-        layers = [self._joined(x("x"), y("y")), self._lines(x("x"), y("y"), measure, negative_supports)]
+        layers = [self._joined(x("x"), y("y")), self._lines(x("x"), y("y"), measure)]
         base = rows_chart([self._node(i) for i in range(len(self.labels))]).transform_filter("datum.m >= least")
         picked = alt.selection_point(name="picked", fields=["i"], on="click", toggle=False)
         width = alt.condition(f"{PICKED} === datum.i", alt.value(3), alt.value(1.2))
@@ -148,8 +155,7 @@ class Graph:
             .encode(x=x, y=y, detail="e:N", order="o:Q")
         )
 
-    def _lines(self, x: alt.X, y: alt.Y, measure: str, negative_supports: bool) -> alt.Chart:
-        orange = "datum.v > 0" if negative_supports else "datum.v < 0"
+    def _lines(self, x: alt.X, y: alt.Y, measure: str) -> alt.Chart:
         other = f"{SOME_PICKED} && indexof(datum.near, {PICKED}) < 0"
         largest = max(map(abs, self.scores)) or 1.0
         edges = alt.LookupData(alt.Data(values=self.edges()), "e", ["s", "r", "v", "near"])  # type: ignore[arg-type]
@@ -164,7 +170,7 @@ class Graph:
                 y=y,
                 detail="e:N",
                 order="o:Q",
-                color=alt.condition(orange, alt.value(colour("accent")), alt.value(colour("line"))),
+                color=self.hue,
                 opacity=alt.condition(other, alt.value(0.12), alt.value(0.85)),
                 strokeWidth=alt.StrokeWidth(
                     "size:Q", scale=alt.Scale(domain=[0, largest], range=[0.8, 9]), legend=None
@@ -402,7 +408,7 @@ MOST_EDGES = 18
 
 
 def details(
-    graph: Graph,
+    graph: GraphDrawing,
     effects: Mapping[int, float],
     patterns: Mapping[int, Tensor],
     words: Sequence[str],
@@ -426,7 +432,9 @@ def details(
     return alt.vconcat(_sentence(graph, effects, shown, metric), alt.hconcat(*below, spacing=30), spacing=6)
 
 
-def _sentence(graph: Graph, effects: Mapping[int, float], shown: str, metric: str) -> alt.LayerChart | alt.FacetChart:
+def _sentence(
+    graph: GraphDrawing, effects: Mapping[int, float], shown: str, metric: str
+) -> alt.LayerChart | alt.FacetChart:
     said = []
     for i, label in enumerate(graph.names):
         effect = f"; direct effect: without what it sends to the logits, the {metric} changes by"
@@ -440,7 +448,7 @@ def _sentence(graph: Graph, effects: Mapping[int, float], shown: str, metric: st
     )
 
 
-def _bars(graph: Graph, shown: str, measure: str) -> alt.LayerChart | alt.FacetChart:
+def _bars(graph: GraphDrawing, shown: str, measure: str) -> alt.LayerChart | alt.FacetChart:
     room = max(sum(node in graph.near(e) for e in range(len(graph.scores))) for node in range(len(graph.labels)))
     rows = list(range(1, min(room, MOST_EDGES) + 1))
     wide = width_of(graph.names) * 2 + 10
@@ -456,7 +464,7 @@ def _bars(graph: Graph, shown: str, measure: str) -> alt.LayerChart | alt.FacetC
             tooltip=[alt.Tooltip("edge:N", title="edge"), alt.Tooltip("v:Q", title=measure)],
         )
     )
-    bars = base.mark_bar(color=colour("line")).encode(x=alt.X("v:Q", axis=None, scale=scale))
+    bars = base.mark_bar().encode(x=alt.X("v:Q", axis=None, scale=scale), color=graph.hue)
     names = base.mark_text(align="left", fontSize=11, color=colour("ink")).encode(x=alt.value(0), text="edge:N")
     numbers = base.mark_text(align="left", fontSize=11, color=colour("ink")).encode(x=alt.value(wide + 206), text="v:Q")
     return alt.layer(bars, names, numbers).properties(width=wide + 250, height=18 * len(rows))
@@ -507,7 +515,7 @@ Edge = tuple[str, str, float]
 
 @dataclass(frozen=True, eq=False)
 class CircuitNode:
-    """What is known of a node of a circuit.
+    """How a circuit's picture draws one of its nodes: where, with which words, how strong.
 
     Attributes:
         column: where it stands from left to right, such as its layer; None: to the right of all that send to it.
@@ -581,7 +589,7 @@ def circuit(
     largest = max(map(abs, sizes)) or 1.0
     names = [*found.nodes]
     labels = [known.get(name, CircuitNode()).label or visible(name) for name in names]
-    graph = Graph(
+    graph = GraphDrawing(
         pairs=[(names.index(sender), names.index(receiver)) for sender, receiver in pairs],
         scores=sizes,
         labels=labels,
@@ -593,11 +601,12 @@ def circuit(
         paths=found.paths,
         rows=found.n_rows,
         bands=[(words[at], middle) for at, (middle, _) in found.bands.items()] if positions else [],
+        negative_supports=supports == "negative",
     )
     legend = [_legend(supports, metric, measure, largest)]
     if len(pairs) > len(given):
         legend.append("dotted: the inputs of one head; from left to right: the layers")
-    drawn = graph.drawn(measure, supports == "negative").properties(title=alt.Title(title, subtitle=legend))
+    drawn = graph.drawn(measure).properties(title=alt.Title(title, subtitle=legend))
     effects = {names.index(name): node.effect for name, node in known.items() if node.effect is not None}
     patterns = {
         names.index(name): checked(node.pattern, "a pattern")

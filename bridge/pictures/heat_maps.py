@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from bridge.pictures.picture import Picture, finished, rows_chart
+from bridge.pictures.pictures import Picture, finished, rows_chart
 from bridge.pictures.style import (
     checked,
     colour,
@@ -117,9 +117,10 @@ def grid(
         )
         color = alt.condition("datum.shade === null", alt.value(colour("blank")), color)
         color["shorthand"] = "shade:Q"
+    side = 140 if panels is None else 100
     cells = chart.encode(
-        x=alt.X("c:O", axis=_axis(columns, True, 80) if sides is None else None),
-        y=alt.Y("r:O", axis=_axis(rows, False, 140 if panels is None else 100) if sides is None else None),
+        x=alt.X("c:O", axis=_axis(columns, True, 80) if sides is None else None, scale=_all(n_columns)),
+        y=alt.Y("r:O", axis=_axis(rows, False, side) if sides is None else None, scale=_all(n_rows)),
         color=color,
         tooltip=tooltip,
     )
@@ -145,6 +146,11 @@ def grid(
     wrap = len(panels) if panels and sides is None else 0
     size = {"width": alt.Step(columns.cell), "height": alt.Step(rows.cell)}
     return finished(drawn, title, usermeta={"wrap": wrap}, **size)
+
+
+def _all(n: int) -> alt.Scale:
+    """A place for each row or column, if all its cells are blank, too."""
+    return alt.Scale(domain=list(range(n)))
 
 
 def _wrapped(drawn: alt.Chart, panels: Sequence[str], wide: int) -> alt.Chart:
@@ -358,17 +364,17 @@ def attribution(
     components: Sequence[str],
     tokens: Sequence[str] | None = None,
     *,
-    measure: str = "added to the logit",
+    measure: str = "contribution",
     title: str = "Direct logit attribution",
 ) -> Picture:
-    """What each component adds to a logit: bars at one position, a heat map over all.
+    """What each component adds to a logit, or to the difference of two: bars at one position, a heat map over all.
 
     Args:
         values: what `cache.logit_attrs` returned, ``[component, pos]``, or ``[component]`` for one position, with a
             batch axis of 1 after the first or without.
         components: their names, which ``return_labels=True`` gives.
         tokens: the text of each position; None: the values are of one position.
-        measure: what the numbers are.
+        measure: what the numbers are, such as ``"added to logit(Mary) - logit(John)"``.
         title: over the picture.
 
     Raises:

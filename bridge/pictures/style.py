@@ -10,7 +10,6 @@ import json
 import math
 import unicodedata
 from collections.abc import Sequence
-from typing import Protocol
 
 import altair as alt
 import torch
@@ -195,22 +194,6 @@ def configuration() -> alt.Config:
 # ----------------------------------------------------------------------------------------------------------------------
 # Tokens and other names as they stand in a picture.
 # ----------------------------------------------------------------------------------------------------------------------
-
-
-class Vocabulary(Protocol):
-    """What can say a token's text: a `TransformerBridge` with a tokenizer."""
-
-    def to_single_str_token(self, int_token: int) -> str:
-        """The text of a token."""
-        ...
-
-
-class KnowsWords(Protocol):
-    """What can say a word's token: a `TransformerBridge` with a tokenizer."""
-
-    def to_single_token(self, string: str) -> int:
-        """The token of a text."""
-        ...
 
 
 _SHOWN = {" ": "·", "\n": "↵", "\r": "␍", "\t": "⇥"}

@@ -9,11 +9,10 @@ import altair as alt
 from jaxtyping import Float
 from torch import Tensor
 
+from bridge.hooks.asked import StudiedBridge
 from bridge.pictures.heat_maps import Axis, grid
-from bridge.pictures.picture import Picture, finished, rows_chart
+from bridge.pictures.pictures import Picture, finished, rows_chart
 from bridge.pictures.style import (
-    KnowsWords,
-    Vocabulary,
     checked,
     colour,
     colour_bar,
@@ -225,7 +224,7 @@ class _Text:
 def logit_lens(
     logits: Float[Tensor, "..."],
     tokens: Sequence[str],
-    model: Vocabulary,
+    model: StudiedBridge,
     *,
     rows: Sequence[str] | None = None,
     top: int = 5,
@@ -305,7 +304,7 @@ def logit_lens(
 def chosen_lens(
     logits: Float[Tensor, "..."],
     tokens: Sequence[str],
-    model: KnowsWords,
+    model: StudiedBridge,
     chosen: Sequence[str],
     *,
     rows: Sequence[str] | None = None,

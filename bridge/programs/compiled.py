@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,9 +28,10 @@ from torch.fx.experimental import _config as shapes_config
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from adapters.points import core_path, module_at
 from adapters.views import Args, Kwargs
 from bridge.interventions.operations import Operation
-from bridge.programs.lower import HOOKS, Body, Lowered, LoweredTap
+from bridge.programs.lower import HOOKS, Lowered, LoweredBody, LoweredTap
 from bridge.programs.program_pass import Function, LoweredSite
 from bridge.wiring.wiring import Wiring
 
@@ -106,7 +107,7 @@ def _is_plain(value: object) -> bool:
 Run = Callable[[Tensor | None, Mapping[str, Tensor], Kwargs], Kwargs]
 
 
-def generating(model: PreTrainedModel, run: Run, inputs: Mapping[str, Tensor]) -> PreTrainedModel:
+def generating_model(model: PreTrainedModel, run: Run, inputs: Mapping[str, Tensor]) -> PreTrainedModel:
     """A model whose forward is a program's, and whose `generate` is transformers' own.
 
     Args:
@@ -143,38 +144,27 @@ _STRUCTURE = ("TYPE_MATCH", "NOT_PRESENT_IN_GENERIC_DICT")
 _CODES: WeakKeyDictionary[Wiring, OrderedDict[Hashable, types.FunctionType]] = WeakKeyDictionary()
 
 
-class Compilable(Protocol):
-    """A program, as it is compiled."""
-
-    lowered: Lowered
-
-    def run_lowered(self, input_ids: Tensor | None, inputs: Mapping[str, Tensor], given: Kwargs) -> Kwargs:
-        """The run itself."""
-
-    @property
-    def core(self) -> PreTrainedModel:
-        """The Hugging Face model among its module objects."""
-
-
 class CompiledRun:
     """A run of a program, compiled when it is first called.
 
     Args:
-        program: the program.
+        run: a program's own, which is compiled.
+        lowered: the program's model, with code at its sites.
         wiring: of its bridge, whose programs share what is compiled.
         blocks: of the model, among the program's module objects.
         options: of `torch.compile`.
     """
 
     def __init__(
-        self, program: Compilable, wiring: Wiring, blocks: Sequence[nn.Module], options: Mapping[str, Any]
+        self, run: Run, lowered: Lowered, wiring: Wiring, blocks: Sequence[nn.Module], options: Mapping[str, Any]
     ) -> None:
-        self._program, self._blocks, self._options = program, blocks, options
+        assert isinstance(run, types.MethodType)
+        self._own, self._lowered, self._blocks, self._options = run, lowered, blocks, options
         compile_once(blocks)
         self._shares = self._any_size = True
         codes = _CODES.setdefault(wiring, OrderedDict())
-        kind = (kind_of_program(program.lowered), repr(options))
-        function = codes.pop(kind, None) or _copied(program.run_lowered)
+        kind = (kind_of_program(lowered), repr(options))
+        function = codes.pop(kind, None) or _copied(run)
         codes[kind] = function
         while len(codes) > _KEPT:
             codes.popitem(last=False)
@@ -186,9 +176,9 @@ class CompiledRun:
         if not self._any_size:
             options.setdefault("dynamic", True)
         elif "mode" not in options:  # torch takes either
-            own = {"guard_filter_fn": _without_structure(self._program.lowered.model)}
+            own = {"guard_filter_fn": _without_structure(self._lowered.model)}
             options["options"] = own | (options.get("options") or {})
-        made: Run = torch.compile(types.MethodType(function, self._program), **options)
+        made: Run = torch.compile(types.MethodType(function, self._own.__self__), **options)
         return made
 
     def __call__(self, input_ids: Tensor | None, inputs: Mapping[str, Tensor], given: Kwargs) -> Kwargs:
@@ -206,10 +196,10 @@ class CompiledRun:
             compile_one_by_one(self._blocks)
             _LOGGER.warning(
                 "%s: compiled block by block, for one row and for several, as it cannot be compiled at once: %s",
-                type(self._program.core).__name__,
+                type(module_at(self._lowered.model, core_path(self._lowered.model))).__name__,
                 str(error).strip().split("\n", 1)[0],
             )
-        self._run = self._compiled(_copied(self._program.run_lowered))
+        self._run = self._compiled(_copied(self._own))
         return self(input_ids, inputs, given)
 
     def _called(self, input_ids: Tensor | None, inputs: Mapping[str, Tensor], given: Kwargs) -> Kwargs:
@@ -217,7 +207,7 @@ class CompiledRun:
             arguments = _of_any_size({"input_ids": input_ids, **given})
             input_ids = arguments.pop("input_ids")
             inputs, given = {name: _marked(value, _longer(value)) for name, value in inputs.items()}, arguments
-        with _compiling(self._any_size, self._program.lowered.one_by_one):
+        with _compiling(self._any_size, self._lowered.one_by_one):
             return self._run(input_ids, inputs, given)
 
 
@@ -331,7 +321,7 @@ def _kind(fn: object) -> Hashable:
     """The code of a function without the tensors and fractions that it keeps."""
     if isinstance(fn, Function):
         return (_kind(fn.fn), fn.takes)
-    if isinstance(fn, Body):
+    if isinstance(fn, LoweredBody):
         return (_kind(fn.edit.body), tuple([hook.name for hook in fn.edit.points]))
     if isinstance(fn, Operation):
         return (type(fn), tuple([_value(getattr(fn, field.name)) for field in fields(fn)]))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from adapters.points import Site
 from adapters.views import Args, Call, Kwargs
-from bridge.hooks.context import Listener, NamedPoint, PassMemory, SourceSite
+from bridge.hooks.context import Listener, NamedPoint, Pass, PassMemory, SourceSite
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import suggestion
 from bridge.interventions.operations import Operation
@@ -21,7 +21,7 @@ from bridge.wiring.site import SiteHandler
 AnyFunction = Callable[..., Any]
 
 
-class ProgramPass(PassMemory):
+class ProgramPass(Pass, PassMemory):
     """A pass of a program, as hook points meet it: what `RunContext` is in a run.
 
     A run finds its pass in a context variable, which torch.compile cannot trace: this one is found in thread-local

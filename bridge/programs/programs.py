@@ -1,4 +1,26 @@
-"""`Program`: a run with its captures and interventions as a plain module."""
+"""`Program`: a run with its captures and interventions as a plain module, which can be compiled, exported and served.
+
+What comes in is a bridge, the hook points whose activations are wanted, and functions at hook points, with the
+tensors that these are given anew in each call. What goes out is an `nn.Module` whose forward returns logits and
+activations by name. The hooks that a run of the bridge would call now are a part of it; those that come later are
+not.
+
+1. *Shells* (`bridge.programs.lower`). For each module of the model there is an object of the same class that shares
+   its parameters, buffers and configuration. What is attached to a shell the model does not see, and stays there: a
+   program asks nobody who listens.
+2. *Lowering.* Each function becomes a `Listener` whose call names what it is given (`Function`), and each hook point
+   a `LoweredPoint` at its site: a torch hook of a shell (`LoweredSite`), or its forward (`LoweredTap`). What a hook
+   does there is `HookPoint.edited`, as in a run.
+3. *Running.* A pass of a program remembers what the pass of a run does (`ProgramPass`), and is found in thread-local
+   storage, since torch.compile traces no context variable.
+4. *Compiling* (`bridge.programs.compiled`) makes one graph for all numbers of rows and positions; programs of one
+   bridge that differ in their numbers alone share it. *Exporting* (`bridge.export`) hands the same module to
+   transformers' exporters.
+
+Refused, when it is made: hook points that no program can have (inside a mixer, or a kernel that is no torch
+function), gradients, modules with a forward that is somebody else's, models over several processes, inputs that no
+function takes. Not known here: what torch makes of the code, and of a run more than its arguments.
+"""
 
 from __future__ import annotations
 
@@ -18,82 +40,11 @@ from bridge import export as exporting
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import suggestion
 from bridge.hooks.rows import PositionCounting
-from bridge.programs.compiled import CompiledRun, Run, generating
-from bridge.programs.lower import Lowered, lower, written
+from bridge.programs.compiled import CompiledRun, Run, generating_model
+from bridge.programs.lower import Lowered, as_written, lower
 from bridge.programs.program_pass import AnyFunction, ProgramPass
 from bridge.run.inputs import RunnableBridge
 from bridge.taps.attention import AttentionWatch
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The declared inputs of a program: tensors that its functions are given, other ones in each call.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-_TAKEN = ("input_ids", "inputs_embeds", "hook", "activation")
-
-
-def declared_inputs(inputs: Mapping[str, object], known: Collection[str]) -> dict[str, Tensor]:
-    """The declared inputs of a program, as tensors.
-
-    Args:
-        inputs: an example of each, by name: a tensor, or a number.
-        known: the names of the model's own arguments.
-
-    Raises:
-        TypeError: something else than a tensor or a number.
-        ValueError: a name that means something else, or that no parameter can have.
-    """
-    found = {}
-    for name, example in inputs.items():
-        if not name.isidentifier() or name in known or name in _TAKEN:
-            raise ValueError(
-                f"{name!r} cannot be the name of an input: it must be one that a function's parameter can have, and "
-                "that is no argument of the model"
-            )
-        found[name] = _tensor(name, example).detach()
-    return found
-
-
-def _tensor(name: str, value: object, like: Tensor | None = None) -> Tensor:
-    if isinstance(value, Tensor):
-        return value
-    if isinstance(value, bool | int | float):
-        return torch.tensor(value) if like is None else torch.tensor(value, device=like.device)
-    raise TypeError(f"the input {name} is {type(value).__name__}; it must be a tensor or a number")
-
-
-def checked_inputs(declared: Mapping[str, Tensor], given: Mapping[str, object]) -> dict[str, Tensor]:
-    """What is given for declared inputs in one call, as tensors of the types of the examples.
-
-    Args:
-        declared: the examples, by name.
-        given: the values, by name.
-
-    Raises:
-        TypeError: one is missing, or of another kind of number.
-        ValueError: one has another number of axes.
-    """
-    missing = [name for name in declared if name not in given]
-    if missing:
-        raise TypeError(
-            f"the program needs {', '.join(f'{name}=...' for name in missing)}: "
-            f"it was declared with the inputs {', '.join(declared)}"
-        )
-    found = {}
-    for name, example in declared.items():
-        value = _tensor(name, given[name], example)
-        if value.ndim != example.ndim:
-            raise ValueError(
-                f"the input {name} has shape {list(value.shape)}; it was declared with {list(example.shape)}, and "
-                "must have as many axes"
-            )
-        if value.dtype != example.dtype:
-            truth = example.dtype == torch.bool
-            if truth or (value.is_floating_point() and not example.is_floating_point()):
-                raise TypeError(f"the input {name} is of {value.dtype}; it was declared as {example.dtype}")
-            value = value.to(example.dtype)
-        found[name] = value
-    return found
 
 
 class Program(nn.Module):
@@ -129,6 +80,8 @@ class Program(nn.Module):
     ) -> None:
         if (main := takes(bridge.core).main) is not None:
             raise ValueError(f"a program takes tokens, and {type(bridge.core).__name__} reads {main} before any")
+        if bridge.wiring.sharing is not None:
+            bridge.wiring.sharing.refuse("a program")
         super().__init__()
         known = accepted_arguments(type(bridge.core).forward)
         self.inputs = declared_inputs(inputs, known)
@@ -147,7 +100,7 @@ class Program(nn.Module):
         self._has_decoder = bool(self._config.is_encoder_decoder)
         paths = () if self._has_decoder else bridge.block_paths  # T5's hand on what they are given, which torch refuses
         self._blocks = [
-            self.model.get_submodule(path.removeprefix(written(bridge.original_model)[1])) for path in paths
+            self.model.get_submodule(path.removeprefix(as_written(bridge.original_model)[1])) for path in paths
         ]
         self._starts_with = getattr(self._config, "decoder_start_token_id", None) if self._has_decoder else 0
         self._chooses = self.lowered.chooses_tokens
@@ -183,8 +136,8 @@ class Program(nn.Module):
 
     def attention_under_way(self) -> AttentionWatch | None:
         """What sees the attention that a tapped module is computing now, in this thread."""
-        found: AttentionWatch | None = getattr(self.lowered.here, "attention", None)
-        return found
+        found = getattr(self.lowered.here, "watch", None)
+        return found if isinstance(found, AttentionWatch) else None
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -375,7 +328,7 @@ class Program(nn.Module):
             )
         if not hasattr(self.lowered.here, "program_pass"):
             self.lowered.here.program_pass = None
-        return generating(self.core, self._run, checked_inputs(self.inputs, inputs))
+        return generating_model(self.core, self._run, checked_inputs(self.inputs, inputs))
 
     def compile(self, **options: Any) -> Program:  # type: ignore[override]
         """The same program, through `torch.compile`: one graph, for any number of rows and positions.
@@ -401,7 +354,7 @@ class Program(nn.Module):
         other.__dict__ = self.__dict__.copy()
         other.__dict__["_modules"] = dict(self._modules)
         other.compiled = True
-        other._run = CompiledRun(other, self._wiring, self._blocks, options)
+        other._run = CompiledRun(other.run_lowered, self.lowered, self._wiring, self._blocks, options)
         return other
 
     def export(
@@ -468,3 +421,75 @@ class Program(nn.Module):
         return exporting.export.export_for_generation(
             self, example, format, dynamic, path, generation_config, multi_token_decode, options
         )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The declared inputs of a program: tensors that its functions are given, other ones in each call.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+_TAKEN = ("input_ids", "inputs_embeds", "hook", "activation")
+
+
+def declared_inputs(inputs: Mapping[str, object], known: Collection[str]) -> dict[str, Tensor]:
+    """The declared inputs of a program, as tensors.
+
+    Args:
+        inputs: an example of each, by name: a tensor, or a number.
+        known: the names of the model's own arguments.
+
+    Raises:
+        TypeError: something else than a tensor or a number.
+        ValueError: a name that means something else, or that no parameter can have.
+    """
+    found = {}
+    for name, example in inputs.items():
+        if not name.isidentifier() or name in known or name in _TAKEN:
+            raise ValueError(
+                f"{name!r} cannot be the name of an input: it must be one that a function's parameter can have, and "
+                "that is no argument of the model"
+            )
+        found[name] = _tensor(name, example).detach()
+    return found
+
+
+def _tensor(name: str, value: object, like: Tensor | None = None) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, bool | int | float):
+        return torch.tensor(value) if like is None else torch.tensor(value, device=like.device)
+    raise TypeError(f"the input {name} is {type(value).__name__}; it must be a tensor or a number")
+
+
+def checked_inputs(declared: Mapping[str, Tensor], given: Mapping[str, object]) -> dict[str, Tensor]:
+    """What is given for declared inputs in one call, as tensors of the types of the examples.
+
+    Args:
+        declared: the examples, by name.
+        given: the values, by name.
+
+    Raises:
+        TypeError: one is missing, or of another kind of number.
+        ValueError: one has another number of axes.
+    """
+    missing = [name for name in declared if name not in given]
+    if missing:
+        raise TypeError(
+            f"the program needs {', '.join(f'{name}=...' for name in missing)}: "
+            f"it was declared with the inputs {', '.join(declared)}"
+        )
+    found = {}
+    for name, example in declared.items():
+        value = _tensor(name, given[name], example)
+        if value.ndim != example.ndim:
+            raise ValueError(
+                f"the input {name} has shape {list(value.shape)}; it was declared with {list(example.shape)}, and "
+                "must have as many axes"
+            )
+        if value.dtype != example.dtype:
+            truth = example.dtype == torch.bool
+            if truth or (value.is_floating_point() and not example.is_floating_point()):
+                raise TypeError(f"the input {name} is of {value.dtype}; it was declared as {example.dtype}")
+            value = value.to(example.dtype)
+        found[name] = value
+    return found

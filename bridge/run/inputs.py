@@ -6,16 +6,14 @@ import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float, Integer
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from adapters.config import ModelConfig
 from adapters.inputs import (
     Takes,
     accepted_arguments,
@@ -27,11 +25,12 @@ from adapters.inputs import (
 )
 from adapters.linear import input_device
 from adapters.points import learns_prompt
+from bridge.hooks.asked import StudiedBridge
 from bridge.hooks.context import CURRENT, HookFunction
 from bridge.hooks.hooks import HookPoint
-from bridge.hooks.names import Names, NamesFilter, suggestion
+from bridge.hooks.names import NamesFilter, suggestion
 from bridge.hooks.rows import PositionCounting, around_blocks, check_zero_or_one, is_padded_in_front
-from bridge.run.tokenization import as_tokens, check_embeddings, check_ids, texts_in
+from bridge.run.tokenization import Batch, TokenizerFacts, as_tokens, check_embeddings, check_ids, texts_in
 from bridge.wiring.wiring import Wiring
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -104,41 +103,23 @@ Input = str | Sequence[Any] | Mapping[str, Any] | NDArray[Any] | Integer[Tensor,
 HookSpec = tuple[NamesFilter | HookPoint, HookFunction]
 
 
-class TextBatch(Protocol):
-    """Texts as tokens.
+class RunnableBridge(StudiedBridge):
+    """A bridge, as those need it who run its model.
 
     Attributes:
-        tokens: ``[batch, pos]``.
-        mask: ``[batch, pos]``, 1 for tokens and 0 for padding; None when nothing is padded.
+        wiring: its hook points and what they stand on.
     """
 
-    @property
-    def tokens(self) -> Tensor: ...
-    @property
-    def mask(self) -> Tensor | None: ...
-
-
-class RunnableBridge(Protocol):
-    """A bridge, as a run needs it."""
-
-    original_model: nn.Module
-    core: PreTrainedModel
-    cfg: ModelConfig
-    names: Names
     wiring: Wiring
-    block_paths: list[str]
-    block_output: tuple[int | None, int]
-    no_layer_runs: str
-    refuses_silent_hooks: bool
 
-    def select_hooks(self, names: NamesFilter | HookPoint) -> list[HookPoint]:
-        """The hook points that a filter chooses."""
+    @property
+    def tokenizer_facts(self) -> TokenizerFacts:
+        """What the tokenizer does by itself."""
+        raise NotImplementedError
 
-    def batch_of(self, texts: Sequence[str], prepend_bos: bool | None, padding_side: str | None) -> TextBatch:
+    def batch_of(self, texts: Sequence[str], prepend_bos: bool | None = None, padding_side: str | None = None) -> Batch:
         """Texts as tokens, padded to one length."""
-
-    def to_single_str_token(self, token: int) -> str:
-        """The text of one token."""
+        raise NotImplementedError
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -193,9 +174,10 @@ class Inputs:
 #: Arguments of a bridge's other calls, for who gives them where they are not taken.
 TAKEN_BY = {
     **dict.fromkeys(
-        ("names_filter", "incl_bwd", "pos_slice", "device", "remove_batch_dim", "return_cache_object"),
+        ("names_filter", "incl_bwd", "pos_slice", "device", "return_cache_object"),
         "run_with_cache takes it",
     ),
+    "remove_batch_dim": "run_with_cache takes it; a hook's activation has its batch axis: write `x[0]` in the function",
     **dict.fromkeys(
         ("fwd_hooks", "bwd_hooks"), "run_with_hooks takes it, and so does `with bridge.hooks(...)` around any call"
     ),

@@ -21,7 +21,7 @@ class StopRun(BaseException):
         self.residual = residual
 
 
-class Given:
+class GivenOutput:
     """What one module of a run returns, in place of being called.
 
     Attributes:
@@ -57,7 +57,7 @@ class _Bypass:
         if run is None or self.block not in run.skipped:
             return self.original(*args, **kwargs)
         hidden: object = run.entering.get(self.block)
-        if isinstance(hidden, Given):
+        if isinstance(hidden, GivenOutput):
             hidden.used = True
             return hidden.value
         if hidden is None:

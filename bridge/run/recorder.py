@@ -17,17 +17,221 @@ from adapters.views import Args, Call, Deferred, Kwargs
 from bridge.hooks.arguments import BatchAxisError
 from bridge.hooks.context import Listener, Scope, of_the_next_run
 from bridge.hooks.hooks import HookPoint
-from bridge.wiring.reading_plan import Place
+from bridge.wiring.reading_plan import ReadSite
 from bridge.wiring.wiring import Wiring
+
+#: A tuple is a range, ``(start, stop)`` or ``(start, stop, step)``, as in the methods of a cache; a list holds indices.
+PosSlice = int | slice | tuple[int | None, ...] | Sequence[int] | None
+
+
+_AXES = ("pos", "decoder_pos", "key_pos", "decoder_key_pos")
+
+
+#: For views that do not look at the call.
+_NO_CALL = Call(nn.Identity(), (), {})
+
+
+class ActivationRecorder:
+    """Keeps what chosen hook points see in one run, or at each step of a generation (`StepRecorder`).
+
+    Args:
+        points: the hook points.
+        pos_slice: which positions to keep.
+        device: where to keep them.
+        gradients: keep gradients too.
+        check: every point that is asked for by name has to run.
+        everything: whether these are all points of an unfiltered cache. What can be computed from others is then
+            computed when it is asked for; else it is computed in the run, so that nothing larger is kept for it.
+    """
+
+    #: What is shown may be kept as it is, and computed later where that is possible.
+    as_shown = True
+
+    def __init__(
+        self,
+        points: Sequence[HookPoint],
+        pos_slice: PosSlice = None,
+        device: torch.device | str | None = None,
+        gradients: bool = False,
+        check: bool = True,
+        everything: bool = False,
+    ) -> None:
+        if pos_slice is not None:
+            check_pos_slice(pos_slice)
+        self.points = points
+        self.pos_slice = pos_slice
+        self.device = device
+        self.gradients = gradients
+        self.check = check
+        self.everything = everything
+        self.values: dict[str, Any] = {}
+        self.versions: list[tuple[str, Tensor, int]] = []
+        self._edges: dict[HookPoint, tuple[GradientEdge, Tensor]] = {}
+        self._copies = None if device is None else CopiesToDevice(torch.device(device))
+
+    @contextmanager
+    def attached(self, wiring: Wiring) -> Iterator[Scope]:
+        """Listens in the next run inside the ``with`` statement, which sees a scope that is given."""
+        scope = Scope()
+        whole = self.as_shown and self.pos_slice is None and self.device is None
+        one = self.read if not whole else self._keep if self.everything else self._keep_compact
+        partial = self.pos_slice is not None
+        listener = Listener("read", one, scope, deferrable=whole, optional=self.everything, partial=partial)
+        keep_all = self._keep_all if whole else self._read_all
+        with wiring.reading(self.points, listener, keep_all), of_the_next_run(scope):
+            if not self.gradients:
+                yield scope
+                return
+            wiring.attach_members([(point, Listener("edge", self._edge, scope)) for point in self.points], scope)
+            try:
+                yield scope
+            finally:
+                wiring.detach_scope(scope)
+
+    def _keep(self, act: Tensor | Deferred, hook: HookPoint) -> None:
+        """Keeps an activation as it is: this runs hundreds of times in one run."""
+        self.values[hook.name] = act if isinstance(act, Deferred) else self.noted(act, hook)
+
+    def noted(self, act: Tensor, hook: HookPoint) -> Tensor:
+        """What is kept of an activation, without its graph: `check_unchanged` tells when somebody writes to it."""
+        act = act.detach() if act.requires_grad else act
+        if act.is_inference():  # nothing counts what is written to it later
+            return act.clone()
+        self.versions.append((hook.name, act, act._version))
+        return act
+
+    def _keep_all(self, place: ReadSite, x: Tensor, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        """Keeps what the points at a place see, where nobody changes anything: hundreds of times in one run."""
+        x = x.detach() if x.requires_grad else x
+        values, now = self.values, place.points
+        if not (inference := x.is_inference()):  # else nothing counts what is written to it later
+            for name in place.names:
+                values[name] = x
+                self.versions.append((name, x, x._version))
+            now = place.at_once if self.everything else place.views
+            if not place.views:
+                return
+        call = Call(module, args, kwargs).without_graph() if place.contextual else _NO_CALL
+        if self.everything and not inference:
+            for name, view in place.waiting:
+                values[name] = Deferred(view, x, call)
+        if now:
+            with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+                for point in now:
+                    self._keep(point.view.get(x, call), point)
+
+    def _read_all(self, place: ReadSite, x: Tensor, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        """As `_keep_all`, of what is kept in part or elsewhere."""
+        call = Call(module, args, kwargs) if place.contextual else _NO_CALL
+        x = x.detach() if x.requires_grad else x
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+            for point in place.points:
+                self.read(x if point.view.identity else point.view.get(x, call), point)
+
+    def _keep_compact(self, act: Tensor | Deferred, hook: HookPoint) -> None:
+        """Keeps an activation, and nothing larger that it could be computed from."""
+        if isinstance(act, Deferred) and act.keeps_more:
+            act = act.value(hook.name)
+        self._keep(act, hook)
+
+    def read(self, act: Tensor | Deferred, hook: HookPoint) -> None:
+        """Keeps what is asked for of an activation, where it is asked for."""
+        value = act.detach() if isinstance(act, Tensor) and act.requires_grad else act
+        value = picked_positions(value, self.pos_slice, hook)
+        if self._copies is not None and value.device != self._copies.device:
+            self.values[hook.name] = self._copies.copy(value)
+        else:
+            self._keep(value, hook)
+
+    def _edge(self, act: Tensor, hook: HookPoint) -> None:
+        # The first is kept: of several separate consumers (see `Point.separate_consumers`), that is the query.
+        if act.requires_grad and hook not in self._edges:
+            self._edges[hook] = (get_gradient_edge(act), act.detach())
+
+    def backward(self, loss: Any) -> None:
+        """Adds the gradients of a loss, without touching the parameters' own.
+
+        Raises:
+            ValueError: the run did not return a single number, or gradients are switched off.
+        """
+        if isinstance(loss, tuple):
+            loss = loss[-1]
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ValueError('incl_bwd needs a single number to run backward from: use return_type="loss"')
+        if not loss.requires_grad:
+            raise ValueError("incl_bwd needs gradients, and they are switched off (torch.no_grad?)")
+        edges = list(self._edges.items())
+        if not edges:
+            names = ", ".join(hook.name for hook in self.points[:3])
+            raise ValueError(f"none of the chosen hook points has a gradient: {names}")
+        gradients = torch.autograd.grad(loss, [edge for _, (edge, _) in edges], allow_unused=True)
+        for (hook, (_, act)), gradient in zip(edges, gradients, strict=True):
+            gradient = torch.zeros_like(act) if gradient is None else gradient
+            gradient = picked_positions(gradient, self.pos_slice, hook)
+            self.values[f"{hook.name}_grad"] = gradient if self._copies is None else self._copies.copy(gradient)
+
+    def finish(self, explicit: bool) -> dict[str, Any]:
+        """The activations, by canonical name; some of them a `Deferred`.
+
+        Args:
+            explicit: the hook points were named one by one: each of them has to be there.
+
+        Raises:
+            RuntimeError: one is not; or one was changed in place after it was recorded.
+        """
+        if self._copies is not None:
+            self._copies.wait()
+        if explicit and self.check:
+            missing = [hook.name for hook in self.points if hook.name not in self.values]
+            if missing:
+                raise RuntimeError(f"these hook points did not run on this input: {', '.join(missing)}")
+        self.check_unchanged()
+        return self.values
+
+    def check_unchanged(self) -> None:
+        """Looks whether what is kept is what was seen.
+
+        Raises:
+            RuntimeError: something was changed in place after it was recorded.
+        """
+        for name, value, version in self.versions:
+            if value._version != version:
+                raise RuntimeError(
+                    f"{name} was changed in place after it was recorded, by the model or by a hook; "
+                    "its adapter has to declare that it is to be copied"
+                )
+
+
+class CopiesToDevice:
+    """Copies tensors to a device while the model goes on: from an accelerator into pinned memory of the host.
+
+    Nothing may read them before `wait`.
+
+    Args:
+        device: the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._devices: set[torch.device] = set()
+
+    def copy(self, x: Tensor) -> Tensor:
+        """A copy there; on the host it is complete after `wait`."""
+        if x.device.type != "cuda" or self.device.type != "cpu":
+            return x.to(self.device, non_blocking=True)
+        self._devices.add(x.device)
+        return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
+
+    def wait(self) -> None:
+        """Waits until every copy is complete."""
+        for device in self._devices:
+            torch.cuda.current_stream(device).synchronize()
+        self._devices.clear()
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Which positions of an activation to keep.
 # ----------------------------------------------------------------------------------------------------------------------
-
-
-#: A tuple is a range, ``(start, stop)`` or ``(start, stop, step)``, as in the methods of a cache; a list holds indices.
-PosSlice = int | slice | tuple[int | None, ...] | Sequence[int] | None
-_AXES = ("pos", "decoder_pos", "key_pos", "decoder_key_pos")
 
 
 def check_pos_slice(pos_slice: PosSlice) -> None:
@@ -108,166 +312,9 @@ def _index(pos_slice: PosSlice, length: int, hook: HookPoint, device: torch.devi
     return torch.tensor([position % length for position in wanted], device=device)
 
 
-#: For views that do not look at the call.
-_NO_CALL = Call(nn.Identity(), (), {})
-
-
-class Recorder:
-    """Keeps what chosen hook points see in one run.
-
-    Args:
-        points: the hook points.
-        pos_slice: which positions to keep.
-        device: where to keep them.
-        gradients: keep gradients too.
-        check: every point that is asked for by name has to run.
-        everything: whether these are all points of an unfiltered cache. What can be computed from others is then
-            computed when it is asked for; else it is computed in the run, so that nothing larger is kept for it.
-    """
-
-    def __init__(
-        self,
-        points: Sequence[HookPoint],
-        pos_slice: PosSlice = None,
-        device: torch.device | str | None = None,
-        gradients: bool = False,
-        check: bool = True,
-        everything: bool = False,
-    ) -> None:
-        check_pos_slice(pos_slice)
-        self.points = points
-        self.pos_slice = pos_slice
-        self.device = torch.device(device) if device is not None else None
-        self.gradients = gradients
-        self.check = check
-        self.everything = everything
-        self.values: dict[str, Any] = {}
-        self._versions: list[tuple[str, Tensor, int]] = []
-        self._edges: dict[HookPoint, tuple[GradientEdge, Tensor]] = {}
-        self._copies = CopiesToHost()
-
-    @contextmanager
-    def attached(self, wiring: Wiring) -> Iterator[None]:
-        """Listens in the next run inside the ``with`` statement."""
-        scope = Scope()
-        whole = self.pos_slice is None and self.device is None
-        one = self._read if not whole else self._keep if self.everything else self._keep_compact
-        partial = self.pos_slice is not None
-        listener = Listener("read", one, scope, deferrable=whole, optional=self.everything, partial=partial)
-        keep_all = self._keep_all if whole else self._read_all
-        with wiring.reading(self.points, listener, keep_all), of_the_next_run(scope):
-            if not self.gradients:
-                yield
-                return
-            wiring.attach_members([(point, Listener("edge", self._edge, scope)) for point in self.points], scope)
-            try:
-                yield
-            finally:
-                wiring.detach_scope(scope)
-
-    def _keep(self, act: Tensor | Deferred, hook: HookPoint) -> None:
-        """Keeps an activation as it is: this runs hundreds of times in one run."""
-        if isinstance(act, Deferred):
-            self.values[hook.name] = act
-            return
-        if act.is_inference():  # nothing counts what is written to it later
-            self.values[hook.name] = act.clone()
-            return
-        self.values[hook.name] = act.detach() if act.requires_grad else act
-        self._versions.append((hook.name, act, act._version))
-
-    def _keep_all(self, place: Place, x: Tensor, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        """Keeps what the points at a place see, where nobody changes anything: hundreds of times in one run."""
-        x = x.detach() if x.requires_grad else x
-        values, now = self.values, place.points
-        if not (inference := x.is_inference()):  # else nothing counts what is written to it later
-            for name in place.names:
-                values[name] = x
-                self._versions.append((name, x, x._version))
-            now = place.at_once if self.everything else place.views
-            if not place.views:
-                return
-        call = Call(module, args, kwargs).without_graph() if place.contextual else _NO_CALL
-        if self.everything and not inference:
-            for name, view in place.waiting:
-                values[name] = Deferred(view, x, call)
-        if now:
-            with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
-                for point in now:
-                    self._keep(point.view.get(x, call), point)
-
-    def _read_all(self, place: Place, x: Tensor, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        """As `_keep_all`, of what is kept in part or elsewhere."""
-        call = Call(module, args, kwargs) if place.contextual else _NO_CALL
-        x = x.detach() if x.requires_grad else x
-        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
-            for point in place.points:
-                self._read(x if point.view.identity else point.view.get(x, call), point)
-
-    def _keep_compact(self, act: Tensor | Deferred, hook: HookPoint) -> None:
-        """Keeps an activation, and nothing larger that it could be computed from."""
-        if isinstance(act, Deferred) and act.keeps_more:
-            act = act.value(hook.name)
-        self._keep(act, hook)
-
-    def _read(self, act: Tensor | Deferred, hook: HookPoint) -> None:
-        value = act.detach() if isinstance(act, Tensor) and act.requires_grad else act
-        value = picked_positions(value, self.pos_slice, hook)
-        if self.device is not None and value.device != self.device:
-            self.values[hook.name] = self._copies.copy(value, self.device)
-        else:
-            self._keep(value, hook)
-
-    def _edge(self, act: Tensor, hook: HookPoint) -> None:
-        # The first is kept: of several separate consumers (see `Point.separate_consumers`), that is the query.
-        if act.requires_grad and hook not in self._edges:
-            self._edges[hook] = (get_gradient_edge(act), act.detach())
-
-    def backward(self, loss: Any) -> None:
-        """Adds the gradients of a loss, without touching the parameters' own.
-
-        Raises:
-            ValueError: the run did not return a single number, or gradients are switched off.
-        """
-        if isinstance(loss, tuple):
-            loss = loss[-1]
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ValueError('incl_bwd needs a single number to run backward from: use return_type="loss"')
-        if not loss.requires_grad:
-            raise ValueError("incl_bwd needs gradients, and they are switched off (torch.no_grad?)")
-        edges = list(self._edges.items())
-        if not edges:
-            names = ", ".join(hook.name for hook in self.points[:3])
-            raise ValueError(f"none of the chosen hook points has a gradient: {names}")
-        gradients = torch.autograd.grad(loss, [edge for _, (edge, _) in edges], allow_unused=True)
-        for (hook, (_, act)), gradient in zip(edges, gradients, strict=True):
-            gradient = torch.zeros_like(act) if gradient is None else gradient
-            gradient = picked_positions(gradient, self.pos_slice, hook)
-            self.values[f"{hook.name}_grad"] = (
-                gradient if self.device is None else self._copies.copy(gradient, self.device)
-            )
-
-    def finish(self, explicit: bool) -> dict[str, Any]:
-        """The activations, by canonical name; some of them a `Deferred`.
-
-        Args:
-            explicit: the hook points were named one by one: each of them has to be there.
-
-        Raises:
-            RuntimeError: one is not; or one was changed in place after it was recorded.
-        """
-        self._copies.wait()
-        if explicit and self.check:
-            missing = [hook.name for hook in self.points if hook.name not in self.values]
-            if missing:
-                raise RuntimeError(f"these hook points did not run on this input: {', '.join(missing)}")
-        for name, value, version in self._versions:
-            if value._version != version:
-                raise RuntimeError(
-                    f"{name} was changed in place after it was recorded, by the model or by a hook; "
-                    "its adapter has to declare that it is to be copied"
-                )
-        return self.values
+# ----------------------------------------------------------------------------------------------------------------------
+# Activations that are shown as they come, or kept by hooks that stay.
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -288,40 +335,13 @@ def watching(
     def read(act: Tensor, hook: HookPoint) -> None:
         callback(act.detach() if act.requires_grad else act, hook)
 
-    with _listening(wiring, points, Listener("read", read, scope)), of_the_next_run(scope):
-        yield
-
-
-@contextmanager
-def _listening(wiring: Wiring, points: Sequence[HookPoint], listener: Listener) -> Iterator[None]:
+    listener = Listener("read", read, scope)
     wiring.listen(points, listener)
     try:
-        yield
+        with of_the_next_run(scope):
+            yield
     finally:
         wiring.stop_listening(points, listener)
-
-
-class CopiesToHost:
-    """Copies tensors to another device while the model goes on: from an accelerator into pinned memory of the host.
-
-    Nothing may read them before `wait`.
-    """
-
-    def __init__(self) -> None:
-        self._devices: set[torch.device] = set()
-
-    def copy(self, x: Tensor, device: torch.device) -> Tensor:
-        """A copy on a device; on the host it is complete after `wait`."""
-        if x.device.type != "cuda" or device.type != "cpu":
-            return x.to(device, non_blocking=True)
-        self._devices.add(x.device)
-        return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
-
-    def wait(self) -> None:
-        """Waits until every copy is complete."""
-        for device in self._devices:
-            torch.cuda.current_stream(device).synchronize()
-        self._devices.clear()
 
 
 def caching_functions(

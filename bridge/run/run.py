@@ -1,4 +1,26 @@
-"""One forward pass: from what a user gives and wants to the call of the Hugging Face model and back."""
+"""One forward pass: from what a user gives and wants to the call of the Hugging Face model, and back.
+
+What comes in is a `Request`: a text, tokens, embeddings or a residual stream, a mask, the layers to run, and whatever
+else the model's own forward takes. What goes out is what `return_type` says: the model's own logits, a loss, both, a
+text, or the residual stream at the layer where the run stops. The call of the model in the middle is
+`hf_model(**arguments)`, with its own kernels, and nothing here computes what it computes.
+
+1. *Refuse* what cannot be had, before anything runs: unknown arguments, layers out of range, a loss without tokens
+   (`run_model`).
+2. *Begin the pass* (`PreparedPass.__enter__`): the context in which hooks are called; the blocks that are left out,
+   and the stream that is put in (`bridge.run.layer_range`); tokens and masks as the model's arguments
+   (`bridge.run.inputs`).
+3. *Call the model* (`PreparedPass.run_model`): as it is where nobody listens; else with compiled code kept away. A
+   run that stops leaves by an exception of ours, which goes no further.
+4. *End the pass*, also after an error: no tensor stays in it.
+5. *Make the result* (`_result`).
+
+A cache is a listener that was attached before (`bridge.run.recorder`), hooks of a ``with`` statement likewise
+(`hooked`). A trace and the shapes of activations use `PreparedPass` itself, and a generation is the model's own, with
+passes of the same kind.
+
+Not known here: how hook points are served, what a view is, families of models.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +38,7 @@ from adapters.config import config_of
 from adapters.imports import is_checkpointed
 from adapters.inputs import gives_cache, looks_for_padding, may_take, takes
 from adapters.points import learns_prompt, token_embedding
+from adapters.spread import refuse_context_parallel
 from bridge.hooks.context import (
     CURRENT,
     ForwardPass,
@@ -37,219 +60,9 @@ from bridge.run.layer_range import check_layers
 from bridge.run.tokenization import check_residual, check_whole_logits
 from bridge.wiring.compiled import call_eagerly
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Runs with hooks: which hook points are meant, and hooks that last as long as a ``with`` statement.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def runs_some_layers(forward_kwargs: Mapping[str, Any]) -> bool:
-    """Whether a run starts or stops at a layer."""
-    return any(forward_kwargs.get(name) is not None for name in ("start_at_layer", "stop_at_layer"))
-
-
-def points_that_run(
-    bridge: RunnableBridge, points: Sequence[HookPoint], forward_kwargs: Mapping[str, Any]
-) -> list[HookPoint]:
-    """Those of the hook points that lie in the layers that run."""
-    start, stop = check_layers(
-        forward_kwargs.get("start_at_layer"), forward_kwargs.get("stop_at_layer"), bridge.cfg.n_layers
-    )
-    if start is None and stop is None:
-        return list(points)
-    first, last = start if start is not None else -1, stop if stop is not None else bridge.cfg.n_layers + 1
-    return [hook for hook in points if first <= hook.point.depth < last]
-
-
-def points_of_run(
-    bridge: RunnableBridge, names: NamesFilter | HookPoint, forward_kwargs: Mapping[str, Any]
-) -> list[HookPoint]:
-    """The chosen hook points, of which those named one by one must lie in the layers that run.
-
-    Raises:
-        ValueError: one does not; or none does.
-    """
-    points = bridge.select_hooks(names)
-    running = points_that_run(bridge, points, forward_kwargs)
-    if len(running) == len(points):
-        return points
-    layers = ", ".join(f"{name}={forward_kwargs.get(name)}" for name in ("start_at_layer", "stop_at_layer"))
-    if named_one_by_one(names):
-        outside = next(hook for hook in points if hook not in running)
-        raise ValueError(f"{outside.name} does not run with {layers}")
-    if not running:
-        raise ValueError(f"none of the chosen hook points runs with {layers}")
-    return running
-
-
-@contextmanager
-def hooked(
-    bridge: RunnableBridge,
-    fwd_hooks: Sequence[HookSpec],
-    bwd_hooks: Sequence[HookSpec],
-    reset_hooks_end: bool,
-    clear_contexts: bool,
-) -> Iterator[None]:
-    """Hooks for the runs inside a ``with`` statement: see `TransformerBridge.hooks`."""
-    check_specs("fwd_hooks", fwd_hooks)
-    check_specs("bwd_hooks", bwd_hooks)
-    chosen: list[tuple[HookPoint, HookFunction, Kind, bool]] = []
-    for names, fn in fwd_hooks:
-        named = named_one_by_one(names)
-        chosen += [(hook, checked_function(hook, fn), "fwd", named) for hook in bridge.select_hooks(names)]
-    for names, fn in bwd_hooks:
-        named = named_one_by_one(names)
-        chosen += [(hook, checked_function(hook, fn), "bwd", named) for hook in bridge.select_hooks(names)]
-    try:
-        if reset_hooks_end:
-            scope = Scope()
-            members = [(hook, Listener(kind, fn, scope, named=named)) for hook, fn, kind, named in chosen]
-            with bridge.wiring.scoped(members, scope):
-                yield
-        else:
-            add_all(bridge, [(hook, Listener(kind, fn)) for hook, fn, kind, _ in chosen])
-            yield
-    finally:
-        if clear_contexts:
-            clear_all_contexts(bridge)
-
-
-def check_hooks_run(bridge: RunnableBridge, start: int | None, stop: int | None) -> None:
-    """Refuses a run of some layers where a hook that was opened for it, by name, would never be called.
-
-    Args:
-        bridge: the bridge.
-        start, stop: the layers, counted from the front.
-
-    Raises:
-        ValueError: there is such a hook. (One that was added stays silent in the runs that leave its layer out.)
-    """
-    first, last = start if start is not None else -1, stop if stop is not None else bridge.cfg.n_layers + 1
-    refuse_unreached_points(
-        bridge, lambda depth: first <= depth < last, f"start_at_layer={start}, stop_at_layer={stop}"
-    )
-
-
-def refuse_unreached_points(
-    bridge: RunnableBridge, runs: Callable[[int], bool], how: str, context: RunContext | None = None
-) -> None:
-    """Refuses a run that leaves out points at which hooks were opened for it, by name.
-
-    Args:
-        bridge: the bridge.
-        runs: whether the points at a depth run.
-        how: what leaves them out, for the error.
-        context: that of the run; None: the present one.
-
-    Raises:
-        ValueError: there is such a hook.
-    """
-    context = CURRENT.get() if context is None else context
-    opened = context.shared - context.inherited - {None}
-    if not (opened and bridge.refuses_silent_hooks):
-        return
-    for hook in bridge.wiring.points.values():
-        if hook.listeners and not runs(hook.point.depth):
-            for listener in hook.listeners:
-                if listener.named and listener.scope in opened:
-                    raise ValueError(
-                        f"{hook.name} has a hook of a `with` statement, and does not run with {how}: the hook would "
-                        "never be called. Open it around other runs, or choose its points with a function"
-                    )
-
-
-def check_specs(argument: str, specs: Sequence[HookSpec]) -> None:
-    """Refuses what is no list of hook points and functions.
-
-    Raises:
-        TypeError: it is none.
-    """
-    if not isinstance(specs, Sequence) or isinstance(specs, str):
-        raise TypeError(f"{argument} is {specs!r}; it must be a list of pairs (hook point, function)")
-    for index, spec in enumerate(specs):
-        if not isinstance(spec, list | tuple) or len(spec) != 2:
-            raise TypeError(f"{argument}[{index}] is {spec!r}; it must be a pair (hook point, function)")
-        if isinstance(spec[1], str | HookPoint):
-            raise TypeError(f"{argument}[{index}] is {spec!r}: the hook point comes first, then the function")
-
-
-def add_all(bridge: RunnableBridge, members: Sequence[tuple[HookPoint, Listener]]) -> None:
-    """Adds hooks that stay: all of them, or none where one is refused."""
-    added: list[tuple[HookPoint, Listener]] = []
-    try:
-        for hook, listener in members:
-            bridge.wiring.add(hook, listener)
-            added.append((hook, listener))
-    except ValueError:
-        for hook, listener in added:
-            bridge.wiring.remove(hook, (listener,))
-        raise
-
-
-def clear_all_contexts(bridge: RunnableBridge) -> None:
-    """Empties the `ctx` of every hook point."""
-    for hook in bridge.wiring.points.values():
-        hook.clear_context()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The language-modelling loss of logits.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def lm_loss(
-    logits: Float[Tensor, "batch pos d_vocab"],
-    tokens: Int[Tensor, "batch pos"],
-    attention_mask: Int[Tensor, "batch pos"] | None = None,
-    per_token: bool = False,
-) -> Float[Tensor, ""] | Float[Tensor, "batch pos-1"]:
-    """Cross-entropy of each next token, in float32 as transformers computes it.
-
-    Args:
-        logits: of every position.
-        tokens: the tokens that were run.
-        attention_mask: 1 for tokens and 0 for padding: where a token or its successor is padding, the loss is 0 and not
-            counted.
-        per_token: one value for each of the ``pos - 1`` predictions in place of their mean.
-
-    Raises:
-        ValueError: there is one token only, or no two adjacent tokens without padding.
-
-    Returns:
-        The mean in nats, or ``[batch, pos-1]``.
-
-    Example:
-        >>> import torch
-        >>> from bridge.run.run import lm_loss
-        >>> lm_loss(torch.zeros(1, 3, 4), torch.tensor([[0, 1, 2]])).exp()
-        tensor(4.)
-    """
-    check_counted(tokens, attention_mask)
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    losses = cross_entropy(wide[:, :-1].transpose(1, 2), tokens[:, 1:].to(logits.device), reduction="none")
-    if attention_mask is not None:
-        counted = (attention_mask[:, :-1].bool() & attention_mask[:, 1:].bool()).to(losses.dtype)
-        losses = losses * counted
-        return losses if per_token else losses.sum() / counted.sum()
-    return losses if per_token else losses.mean()
-
-
-def check_counted(tokens: Int[Tensor, "batch pos"], mask: Int[Tensor, "batch pos"] | None = None) -> None:
-    """Refuses tokens in which nothing is predicted: a mean over nothing is no number.
-
-    Args:
-        tokens: as for `lm_loss`.
-        mask: its attention mask.
-
-    Raises:
-        ValueError: there is one token only, or no two adjacent tokens without padding.
-    """
-    if tokens.shape[1] < 2:
-        raise ValueError("the loss of a next token needs two tokens at least, and the input has one")
-    if mask is not None and not bool((mask[:, :-1].bool() & mask[:, 1:].bool()).any()):
-        raise ValueError("the attention mask leaves no two adjacent tokens, so there is no loss to take")
-
-
 RETURN_TYPES = ("logits", "loss", "both", "predictions", "logits_and_cache", None)
+
+
 _OURS = (
     "return_type", "loss_per_token", "prepend_bos", "padding_side", "attention_mask", "start_at_layer",
     "stop_at_layer", "names_filter", "incl_bwd", "pos_slice", "device", "remove_batch_dim", "return_cache_object",
@@ -271,7 +84,7 @@ def run_model(bridge: RunnableBridge, asked: Request, return_type: str | None, l
             )
         model_kwargs.setdefault("use_cache", True)
     start, stop = checked_layers(bridge, asked.start_at_layer, asked.stop_at_layer)
-    if stop is None:
+    if stop is None and return_type in ("loss", "both", "predictions"):
         check_whole_logits(return_type, model_kwargs)
         _check_result(bridge, return_type, loss_per_token, start is not None, asked.input, model_kwargs)
     with PreparedPass(bridge, asked, start, stop) as pass_:
@@ -337,9 +150,12 @@ class PreparedPass:
         listening = self._listening = self._traced or bridge.wiring.listening
         if listening:
             bridge.wiring.check_in_place()
-        bridge.wiring.check_all_alike([asked.input, asked.attention_mask, asked.model_kwargs, start, self.stop])
+        refuse_context_parallel()
+        if (sharing := bridge.wiring.sharing) is not None:
+            sharing.check_alike([asked.input, asked.attention_mask, asked.model_kwargs, start, self.stop])
         self._pass = forward_pass(scope=self._scope)
-        run = self.run = self._pass.__enter__()
+        run = self.run = self._pass.run
+        self._pass.__enter__()
         try:
             if listening and bridge.wiring.calls.modules:
                 self._until_the_end().enter_context(bridge.wiring.calls.counted())
@@ -405,8 +221,6 @@ def _check_result(
     model_kwargs: Mapping[str, Any],
 ) -> None:
     """Refuses what the run could not give, before it runs."""
-    if return_type not in ("loss", "both", "predictions"):
-        return
     if "labels" in model_kwargs:
         if loss_per_token and return_type != "predictions":
             raise ValueError(
@@ -504,3 +318,215 @@ def _predictions(bridge: RunnableBridge, logits: Tensor, inputs: Inputs) -> str 
     best = logits[torch.arange(len(last), device=logits.device), last].argmax(-1)
     texts = [bridge.to_single_str_token(token) for token in best.tolist()]
     return texts[0] if len(texts) == 1 else texts
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Runs with hooks: which hook points are meant, and hooks that last as long as a ``with`` statement.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def runs_some_layers(forward_kwargs: Mapping[str, Any]) -> bool:
+    """Whether a run starts or stops at a layer."""
+    return any(forward_kwargs.get(name) is not None for name in ("start_at_layer", "stop_at_layer"))
+
+
+def points_that_run(
+    bridge: RunnableBridge, points: Sequence[HookPoint], forward_kwargs: Mapping[str, Any]
+) -> list[HookPoint]:
+    """Those of the hook points that lie in the layers that run."""
+    if not runs_some_layers(forward_kwargs):
+        return list(points)
+    start, stop = check_layers(
+        forward_kwargs.get("start_at_layer"), forward_kwargs.get("stop_at_layer"), bridge.cfg.n_layers
+    )
+    first, last = start if start is not None else -1, stop if stop is not None else bridge.cfg.n_layers + 1
+    return [hook for hook in points if first <= hook.point.depth < last]
+
+
+def points_of_run(
+    bridge: RunnableBridge, names: NamesFilter | HookPoint, forward_kwargs: Mapping[str, Any]
+) -> list[HookPoint]:
+    """The chosen hook points, of which those named one by one must lie in the layers that run.
+
+    Raises:
+        ValueError: one does not; or none does.
+    """
+    points = bridge.select_hooks(names)
+    running = points_that_run(bridge, points, forward_kwargs)
+    if len(running) == len(points):
+        return points
+    layers = ", ".join(f"{name}={forward_kwargs.get(name)}" for name in ("start_at_layer", "stop_at_layer"))
+    if named_one_by_one(names):
+        outside = next(hook for hook in points if hook not in running)
+        raise ValueError(f"{outside.name} does not run with {layers}")
+    if not running:
+        raise ValueError(f"none of the chosen hook points runs with {layers}")
+    return running
+
+
+@contextmanager
+def hooked(
+    bridge: RunnableBridge,
+    fwd_hooks: Sequence[HookSpec],
+    bwd_hooks: Sequence[HookSpec],
+    reset_hooks_end: bool,
+    clear_contexts: bool,
+) -> Iterator[None]:
+    """Hooks for the runs inside a ``with`` statement: see `TransformerBridge.hooks`."""
+    check_specs("fwd_hooks", fwd_hooks)
+    check_specs("bwd_hooks", bwd_hooks)
+    chosen: list[tuple[HookPoint, HookFunction, Kind, bool]] = []
+    for names, fn in fwd_hooks:
+        named = named_one_by_one(names)
+        chosen += [(hook, checked_function(hook, fn), "fwd", named) for hook in bridge.select_hooks(names)]
+    for names, fn in bwd_hooks:
+        named = named_one_by_one(names)
+        chosen += [(hook, checked_function(hook, fn), "bwd", named) for hook in bridge.select_hooks(names)]
+    try:
+        if reset_hooks_end:
+            scope = Scope()
+            members = [(hook, Listener(kind, fn, scope, named=named)) for hook, fn, kind, named in chosen]
+            with bridge.wiring.scoped(members, scope):
+                yield
+        else:
+            add_hooks(bridge, [(hook, Listener(kind, fn)) for hook, fn, kind, _ in chosen])
+            yield
+    finally:
+        if clear_contexts:
+            clear_all_contexts(bridge)
+
+
+def check_hooks_run(bridge: RunnableBridge, start: int | None, stop: int | None) -> None:
+    """Refuses a run of some layers where a hook that was opened for it, by name, would never be called.
+
+    Args:
+        bridge: the bridge.
+        start, stop: the layers, counted from the front.
+
+    Raises:
+        ValueError: there is such a hook. (One that was added stays silent in the runs that leave its layer out.)
+    """
+    first, last = start if start is not None else -1, stop if stop is not None else bridge.cfg.n_layers + 1
+    refuse_unreached_points(
+        bridge, lambda depth: first <= depth < last, f"start_at_layer={start}, stop_at_layer={stop}"
+    )
+
+
+def refuse_unreached_points(
+    bridge: RunnableBridge, runs: Callable[[int], bool], how: str, context: RunContext | None = None
+) -> None:
+    """Refuses a run that leaves out points at which hooks were opened for it, by name.
+
+    Args:
+        bridge: the bridge.
+        runs: whether the points at a depth run.
+        how: what leaves them out, for the error.
+        context: that of the run; None: the present one.
+
+    Raises:
+        ValueError: there is such a hook.
+    """
+    context = CURRENT.get() if context is None else context
+    opened = context.shared - context.inherited - {None}
+    if not (opened and bridge.refuses_silent_hooks):
+        return
+    for hook in bridge.wiring.points.values():
+        if hook.listeners and not runs(hook.point.depth):
+            for listener in hook.listeners:
+                if listener.named and listener.scope in opened:
+                    raise ValueError(
+                        f"{hook.name} has a hook of a `with` statement, and does not run with {how}: the hook would "
+                        "never be called. Open it around other runs, or choose its points with a function"
+                    )
+
+
+def check_specs(argument: str, specs: Sequence[HookSpec]) -> None:
+    """Refuses what is no list of hook points and functions.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(specs, Sequence) or isinstance(specs, str):
+        raise TypeError(f"{argument} is {specs!r}; it must be a list of pairs (hook point, function)")
+    for index, spec in enumerate(specs):
+        if not isinstance(spec, list | tuple) or len(spec) != 2:
+            raise TypeError(f"{argument}[{index}] is {spec!r}; it must be a pair (hook point, function)")
+        if isinstance(spec[1], str | HookPoint):
+            raise TypeError(f"{argument}[{index}] is {spec!r}: the hook point comes first, then the function")
+
+
+def add_hooks(bridge: RunnableBridge, members: Sequence[tuple[HookPoint, Listener]]) -> None:
+    """Adds hooks that stay: all of them, or none where one is refused."""
+    added: list[tuple[HookPoint, Listener]] = []
+    try:
+        for hook, listener in members:
+            bridge.wiring.add(hook, listener)
+            added.append((hook, listener))
+    except ValueError:
+        for hook, listener in added:
+            bridge.wiring.remove(hook, (listener,))
+        raise
+
+
+def clear_all_contexts(bridge: RunnableBridge) -> None:
+    """Empties the `ctx` of every hook point."""
+    for hook in bridge.wiring.points.values():
+        hook.clear_context()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The language-modelling loss of logits.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def lm_loss(
+    logits: Float[Tensor, "batch pos d_vocab"],
+    tokens: Int[Tensor, "batch pos"],
+    attention_mask: Int[Tensor, "batch pos"] | None = None,
+    per_token: bool = False,
+) -> Float[Tensor, ""] | Float[Tensor, "batch pos-1"]:
+    """Cross-entropy of each next token, in float32 as transformers computes it.
+
+    Args:
+        logits: of every position.
+        tokens: the tokens that were run.
+        attention_mask: 1 for tokens and 0 for padding: where a token or its successor is padding, the loss is 0 and not
+            counted.
+        per_token: one value for each of the ``pos - 1`` predictions in place of their mean.
+
+    Raises:
+        ValueError: there is one token only, or no two adjacent tokens without padding.
+
+    Returns:
+        The mean in nats, or ``[batch, pos-1]``.
+
+    Example:
+        >>> import torch
+        >>> from bridge.run.run import lm_loss
+        >>> lm_loss(torch.zeros(1, 3, 4), torch.tensor([[0, 1, 2]])).exp()
+        tensor(4.)
+    """
+    check_counted(tokens, attention_mask)
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    losses = cross_entropy(wide[:, :-1].transpose(1, 2), tokens[:, 1:].to(logits.device), reduction="none")
+    if attention_mask is not None:
+        counted = (attention_mask[:, :-1].bool() & attention_mask[:, 1:].bool()).to(losses.dtype)
+        losses = losses * counted
+        return losses if per_token else losses.sum() / counted.sum()
+    return losses if per_token else losses.mean()
+
+
+def check_counted(tokens: Int[Tensor, "batch pos"], mask: Int[Tensor, "batch pos"] | None = None) -> None:
+    """Refuses tokens in which nothing is predicted: a mean over nothing is no number.
+
+    Args:
+        tokens: as for `lm_loss`.
+        mask: its attention mask.
+
+    Raises:
+        ValueError: there is one token only, or no two adjacent tokens without padding.
+    """
+    if tokens.shape[1] < 2:
+        raise ValueError("the loss of a next token needs two tokens at least, and the input has one")
+    if mask is not None and not bool((mask[:, :-1].bool() & mask[:, 1:].bool()).any()):
+        raise ValueError("the attention mask leaves no two adjacent tokens, so there is no loss to take")

@@ -10,25 +10,25 @@ Kernels that are no torch functions are reached through transformers' `Attention
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.hooks import RemovableHandle
 from transformers import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from adapters.linear import materialized
-from adapters.observe.observe import FLAT_PRODUCT, PRODUCTS, SOFTMAXES, STEPS, SoftmaxByHand, may_be_step
-from adapters.spread import Cut
+from adapters.observe.observe import SOFTMAXES, SeesAttention
 from adapters.views import Args, Call, Kwargs
 from adapters.views.attention import KernelArguments
 from bridge.hooks.hooks import HookPoint
 from bridge.taps.attention_call import (
     AttentionCall,
     DeferredAttention,
-    KernelTap,
+    PatchedKernel,
     autocasts,
     implementation_of,
     is_looked_up,
@@ -36,12 +36,10 @@ from bridge.taps.attention_call import (
     watched_kernel,
     with_heads,
 )
-from bridge.taps.tap import RunCall, Tap, TappedCall, Watch, noop_hook
+from bridge.taps.taps import LOCK, RunCall, Tap, TappedCall, noop_hook
 
 _PRODUCT = ("q", "k")
 _INSIDE = ("scores", "pattern")
-#: What attention is recognised by: all other functions of a module go by.
-_LOOKED_AT: set[Any] = {scaled_dot_product_attention, *SOFTMAXES, *PRODUCTS, FLAT_PRODUCT, *STEPS}
 
 
 class AttentionTap(Tap):
@@ -49,28 +47,43 @@ class AttentionTap(Tap):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self._kernel = KernelTap()
+        self._kernel: PatchedKernel | None = None
+        self._unpatch: Callable[[], object] = lambda: None
         self._slow: RemovableHandle | None = None
 
     def watched(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward when somebody listens."""
-        kind = _CallOverProcesses if self.cuts else _CallInRun
-        watch = AttentionWatch(kind(self, Call(self.module, args, kwargs)))
+        watch = AttentionWatch(_CallInRun(self, Call(self.module, args, kwargs)))
         implementation = implementation_of(self.module)
         if implementation is not None and is_looked_up(type(self.module).forward, implementation):
             # Only the call of the kernel is watched: the mode sees every torch function.
-            self._kernel.install(implementation)
+            self._patch_kernel(implementation)
             try:
                 with watched_kernel(self.module, watch, watch.before_opaque):
                     output = self.original(*args, **kwargs)
             finally:
                 if not (self.points or self.opened):  # the last hook was removed meanwhile
-                    self._kernel.uninstall()
-        else:
-            with watch:
-                output = self.original(*args, **kwargs)
-        watch.check()
-        return output
+                    self._leave_kernel()
+            watch.check()
+            return output
+        return watch.output_of(lambda: self.original(*args, **kwargs))
+
+    def _patch_kernel(self, implementation: str) -> None:
+        """Sees to it that the kernel can be watched, as long as the tap stands: it is not made anew for each call."""
+        if self._kernel is ALL_ATTENTION_FUNCTIONS[implementation]:
+            return
+        with LOCK:
+            if self._kernel is ALL_ATTENTION_FUNCTIONS[implementation]:
+                return  # another thread was quicker
+            self._leave_kernel()
+            self._kernel = PatchedKernel.install(ALL_ATTENTION_FUNCTIONS, implementation)
+            self._unpatch = self._kernel.uninstalled_with(self)
+
+    def _leave_kernel(self) -> None:
+        if self._kernel is not None:
+            with LOCK:
+                self._kernel = None
+                self._unpatch()
 
     def _install(self) -> None:
         super()._install()
@@ -80,20 +93,21 @@ class AttentionTap(Tap):
 
     def _uninstall(self) -> None:
         super()._uninstall()
-        self._kernel.uninstall()
+        self._leave_kernel()
         if self._slow is not None:
             self._slow.remove()
             self._slow = None
 
 
-class ObservedAttentionCall(TappedCall, Protocol):
+class ObservedAttentionCall(TappedCall):
     """One call of an attention module, in a run or in a program."""
 
     def is_read_only(self, attention: AttentionCall) -> bool:
         """Whether nobody changes scores or pattern; then they have been shown, or what will compute them."""
+        raise NotImplementedError
 
 
-class AttentionWatch(Watch):
+class AttentionWatch(SeesAttention):
     """Shows what one call of an attention module computes. Its channels are ``q``, ``k``, ``scores`` and ``pattern``.
 
     Args:
@@ -101,50 +115,45 @@ class AttentionWatch(Watch):
         kernel_alone: only the kernel is looked at: a softmax or a product elsewhere in the module is another one.
     """
 
-    shown: ObservedAttentionCall
-    looked_at: Collection[Callable[..., Any]] | None = _LOOKED_AT
-
     def __init__(self, shown: ObservedAttentionCall, kernel_alone: bool = False) -> None:
-        super().__init__(shown)
+        super().__init__()
+        self.shown = shown
         self._kernel_alone = kernel_alone
-        self._products_seen = self._inside_seen = False
+        self._seen: list[tuple[str, str]] = []  # the channels on which something was shown
         self._begun = False  # a softmax by hand was given the scores
-        self._by_hand: SoftmaxByHand | None = None
         self._went_by = False  # a kernel, or a softmax, while nobody listened
 
     @property
-    def _products(self) -> bool:
-        """Somebody waits for queries and keys."""
-        return not self._products_seen and bool(self.shown.active_points(_PRODUCT))
+    def in_user_function(self) -> bool:
+        return self.shown.in_user_function
+
+    def _awaits(self, channels: tuple[str, str]) -> bool:
+        """Whether somebody waits for what is shown on these channels."""
+        return channels not in self._seen and bool(self.shown.active_points(channels))
 
     @property
-    def _inside(self) -> bool:
-        """Somebody waits for scores or pattern."""
-        return not self._inside_seen and bool(self.shown.active_points(_INSIDE))
+    def follows_steps(self) -> bool:
+        return self._begun or self._awaits(_INSIDE)
 
     def call(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Calls a function of the module's, and shows its arguments and its result."""
-        if (func is scaled_dot_product_attention or func in SOFTMAXES) and not (self._inside or self._products):
+        kernel = func is scaled_dot_product_attention
+        if (kernel or func in SOFTMAXES) and not (self._awaits(_INSIDE) or self._awaits(_PRODUCT)):
             self._went_by = True
-            return func(*args, **kwargs)
-        if func is scaled_dot_product_attention:
-            return self.scaled_dot_product(func, KernelArguments(*args, **kwargs))
-        if self._kernel_alone:
-            return func(*args, **kwargs)
-        if func in SOFTMAXES and self._inside:
-            return self._softmax(func, args, kwargs)
-        if may_be_step(func, args) and (self._inside or self._begun):
-            self._by_hand = self._by_hand or SoftmaxByHand()
-            return self._by_hand.step(func, args, kwargs, self._begins, self._ends)
-        if func in PRODUCTS and _are_heads(args) and self._products:
-            query, key = self._rotated(args[0], args[1].transpose(-1, -2))
-            return func(query, key.transpose(-1, -2), **kwargs)
-        if func is FLAT_PRODUCT and len(args) == 3 and self._products:
-            added, query, key = args
-            n = self._n_heads(query)
-            query, key = self._rotated(query.unflatten(0, (-1, n)), key.transpose(-1, -2).unflatten(0, (-1, n)))
-            return func(added, query.flatten(0, 1), key.transpose(-1, -2).flatten(0, 1), **kwargs)
+        elif kernel or not self._kernel_alone:
+            return super().call(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def output_of(self, run: Callable[[], Any]) -> Any:
+        """What the module returns, all of whose functions are seen.
+
+        Args:
+            run: its forward.
+        """
+        with self:
+            output = run()
+        self.check()
+        return output
 
     def check(self) -> None:
         """Looks whether everything was seen that somebody listens to.
@@ -152,7 +161,7 @@ class AttentionWatch(Watch):
         Raises:
             RuntimeError: it was not.
         """
-        missed = [*(_PRODUCT if self._products else ()), *(_INSIDE if self._inside else ())]
+        missed = [channel for both in (_PRODUCT, _INSIDE) if self._awaits(both) for channel in both]
         if not missed:
             return
         active = self.shown.active_points(missed)
@@ -173,19 +182,25 @@ class AttentionWatch(Watch):
         names = ", ".join(dict.fromkeys(point.name.rpartition(".")[2] for point in active))
         warnings.warn(f"the cache leaves out {names} of such layers: {reason}; {cure}", stacklevel=2)
 
-    def _softmax(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Tensor:
-        self._inside_seen = True
+    def softmax(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+        """Shows scores and pattern."""
+        if not self._awaits(_INSIDE):
+            return func(*args, **kwargs)
+        self._seen.append(_INSIDE)
         scores, args = (args[0], args[1:]) if args else (kwargs.pop("input"), args)
         new = self.shown.show("scores", scores)
         return self.shown.show("pattern", softmax_of(new, scores, lambda x: func(x, *args, **kwargs)))
 
-    def _begins(self, scores: Tensor) -> Tensor:
-        if self._inside_seen:
+    def begins(self, scores: Tensor) -> Tensor:
+        """Shows the scores."""
+        if _INSIDE in self._seen:
             return scores
-        self._begun = self._inside_seen = True
+        self._begun = True
+        self._seen.append(_INSIDE)
         return self.shown.show("scores", scores)
 
-    def _ends(self, scores: Tensor, pattern: Tensor) -> Tensor:
+    def ends(self, scores: Tensor, pattern: Tensor) -> Tensor:
+        """Shows the pattern."""
         if not self._begun:
             return pattern
         self._begun = False
@@ -198,9 +213,9 @@ class AttentionWatch(Watch):
             kernel: what is called in the end.
             given: what it was called with.
         """
-        if self._products:
-            given = given.with_products(*self._rotated(given.query, given.key))
-        if not self._inside:
+        if self._awaits(_PRODUCT):
+            given = given.with_products(*self.product(given.query, given.key))
+        if not self._awaits(_INSIDE):
             return given.of(kernel)
         return self._attend(AttentionCall.of_torch(given, self._n_heads(given.query)), lambda: given.of(kernel))
 
@@ -211,8 +226,7 @@ class AttentionWatch(Watch):
             attention: what it was called with.
             run: calls it with queries and keys.
         """
-        if self._products:
-            attention.query, attention.key = self._rotated(attention.query, attention.key)
+        attention.query, attention.key = self.product(attention.query, attention.key)
         attention.n_heads = self._n_heads(attention.query)
         return self._attend(attention, lambda: run(attention.query, attention.key))
 
@@ -224,10 +238,16 @@ class AttentionWatch(Watch):
                     return point.point.n_heads // self.shown.parts
         return query.shape[1]
 
-    def _rotated(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    def product(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Shows queries and keys, and returns what is made of them, with the heads as they were given."""
-        self._products_seen = True
+        if not self._awaits(_PRODUCT):
+            return query, key
+        self._seen.append(_PRODUCT)
         return self._with_heads("q", query), self._with_heads("k", key)
+
+    def flat_heads(self, query: Tensor) -> tuple[int, int] | None:
+        """The heads are known, and the batches are the rest."""
+        return (-1, self._n_heads(query)) if self._awaits(_PRODUCT) else None
 
     def _with_heads(self, channel: str, x: Tensor) -> Tensor:
         points = self.shown.points(channel)
@@ -238,9 +258,9 @@ class AttentionWatch(Watch):
 
     def _attend(self, attention: AttentionCall, run: Callable[[], Tensor]) -> Tensor:
         """Runs the kernel, or computes what it would in full where somebody may change scores or pattern."""
-        if not self._inside:
+        if not self._awaits(_INSIDE):
             return run()
-        self._inside_seen = True
+        self._seen.append(_INSIDE)
         if self.shown.is_read_only(attention):
             return run()
         return attention.result(show_scores_and_pattern(self.shown, attention))
@@ -255,15 +275,22 @@ def show_scores_and_pattern(shown: TappedCall, attention: AttentionCall) -> Tens
     return shown.show("pattern", softmax_of(new, scores, attention.pattern), private=True)
 
 
-class _CallInRun(RunCall):
+class _CallInRun(RunCall, ObservedAttentionCall):
     """One call of an attention module in a run."""
 
     tap: AttentionTap
 
     def __init__(self, tap: AttentionTap, call: Call) -> None:
         super().__init__(tap, call)
+        #: How heads are shared by processes: as on any channel.
+        self._shared = next(iter(tap.shared.values()), None)
         # A trace may ask for something while the module runs: then it is asked anew who listens.
         self._known = {} if tap.opened else {channels: tap.active_points(channels) for channels in (_PRODUCT, _INSIDE)}
+        if self._shared is not None:
+            self.parts = self._shared.parts
+            names = [name for point in self.active_points(_INSIDE) for name in point.view.parameters]
+            for name in dict.fromkeys(names):  # put together before the module's forward, which sees its own part
+                call.scratch[name] = materialized(tap.module, name)
 
     def active_points(self, channels: Sequence[str]) -> Sequence[HookPoint]:
         """The hook points on these channels to which the present code listens."""
@@ -280,7 +307,7 @@ class _CallInRun(RunCall):
                 return False
         # With autocast the precision is chosen by the run: it cannot be left to a later time. Keys of more than these
         # queries are a past: they take more room than the scores, and later runs may write into them.
-        attention = self._whole(attention)
+        attention = attention if self._shared is None else attention.whole(self._shared)
         given = (*self.call.args, *self.call.kwargs.values())
         fixed = True in [x.is_compileable for x in given if isinstance(x, Cache)]  # its keys are written over
         waits = not (attention.has_past or fixed or autocasts(attention.query.device.type))
@@ -299,35 +326,3 @@ class _CallInRun(RunCall):
                     shown = scores if channel == "scores" else attention.pattern(scores)
                     listener.fn(point.view.get(shown, self.call), hook=point)
         return True
-
-    def _whole(self, attention: AttentionCall) -> AttentionCall:
-        """The call with the heads of all processes."""
-        return attention
-
-
-class _CallOverProcesses(_CallInRun):
-    """One call of an attention module of which each process computes some heads."""
-
-    def __init__(self, tap: AttentionTap, call: Call) -> None:
-        super().__init__(tap, call)
-        names = [name for point in self.active_points(_INSIDE) for name in point.view.parameters]
-        for name in dict.fromkeys(names):  # put together before the module's forward, which sees its own part
-            call.scratch[name] = materialized(tap.module, name)
-
-    @property
-    def cut(self) -> Cut:
-        """How heads are spread: as on any channel."""
-        return next(iter(self.tap.cuts.values()))
-
-    @property
-    def parts(self) -> int:
-        """Over how many processes the heads are spread."""
-        return self.cut.parts
-
-    def _whole(self, attention: AttentionCall) -> AttentionCall:
-        return attention.whole(self.cut)
-
-
-def _are_heads(args: Args) -> bool:
-    """Whether these are two tensors ``[batch, head, ...]``, as queries and keys are."""
-    return len(args) == 2 and all(isinstance(x, Tensor) and x.ndim == 4 for x in args)

@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,10 +21,11 @@ from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_torch_flex_attn_available
 
-from adapters.spread import Cut
+from adapters.attention import pattern_of, result_of, scores_of
 from adapters.views import Args, Call, Deferred, Kwargs, View
 from adapters.views.attention import KernelArguments
-from bridge.taps.tap import LOCK, PatchedFunction, calling_instead
+from bridge.sharing import SharedTensor
+from bridge.taps.taps import PatchedFunction, calling_instead
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What kernels that are no torch functions mean by their masks, as a mask to be added to the scores.
@@ -32,7 +33,7 @@ from bridge.taps.tap import LOCK, PatchedFunction, calling_instead
 
 
 #: Which positions of an axis: as they are indexed with.
-Positions = slice | Tensor
+QueryPositions = slice | Tensor
 
 
 def additive_mask(
@@ -41,7 +42,7 @@ def additive_mask(
     key: Shaped[Tensor, "batch kv_head key_pos d_head"],
     mask: Any,
     options: Mapping[str, Any],
-    chosen: Positions | None = None,
+    chosen: QueryPositions | None = None,
 ) -> Tensor | None:
     """Which keys each query may see.
 
@@ -72,7 +73,7 @@ def additive_mask(
     return allowed
 
 
-def of_queries(x: Tensor, chosen: Positions | None) -> Tensor:
+def of_queries(x: Tensor, chosen: QueryPositions | None) -> Tensor:
     """The rows of some queries.
 
     Args:
@@ -85,7 +86,7 @@ def of_queries(x: Tensor, chosen: Positions | None) -> Tensor:
 def causal_mask(
     query: Shaped[Tensor, "batch head pos d_head"],
     key: Shaped[Tensor, "batch kv_head key_pos d_head"],
-    chosen: Positions | None = None,
+    chosen: QueryPositions | None = None,
     offset: int = 0,
     window: int | None = None,
 ) -> Shaped[Tensor, "chosen key_pos"]:
@@ -105,7 +106,7 @@ def causal_mask(
 
 
 def _causal(
-    query: Tensor, key: Tensor, options: Mapping[str, Any], chosen: Positions | None, last_aligned: bool
+    query: Tensor, key: Tensor, options: Mapping[str, Any], chosen: QueryPositions | None, last_aligned: bool
 ) -> Tensor | None:
     """Which keys each query may see where only "causal" was said; None: all of them.
 
@@ -145,7 +146,7 @@ class AttentionCall:
     dropout: float = 0.0
     kernel: str = ""
     options: dict[str, Any] = field(default_factory=dict)
-    chosen: Positions | None = None
+    chosen: QueryPositions | None = None
 
     @classmethod
     def of_torch(cls, given: KernelArguments, n_heads: int) -> AttentionCall:
@@ -165,24 +166,24 @@ class AttentionCall:
             query, key, key, mask, self.n_heads, self.scale, self.causal, 0.0, self.kernel, options
         )  # fmt: skip
 
-    def of_queries(self, chosen: Positions) -> AttentionCall:
+    def of_queries(self, chosen: QueryPositions) -> AttentionCall:
         """The same call, of some queries alone. (`dataclasses.replace` takes longer than a small product.)"""
         return AttentionCall(
             self.query, self.key, self.value, self.mask, self.n_heads, self.scale, self.causal, self.dropout,
             self.kernel, self.options, chosen,
         )  # fmt: skip
 
-    def whole(self, cut: Cut) -> AttentionCall:
+    def whole(self, shared: SharedTensor) -> AttentionCall:
         """The call with the heads of all processes, without values: for those who only look."""
-        heads, n = self.n_heads, self.n_heads * cut.parts
+        heads, n = self.n_heads, self.n_heads * shared.parts
         mask, options = self.mask, dict(self.options)
         if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] == heads > 1:
-            mask = cut.joined(mask)
+            mask = shared.joined(mask)
         if options.get("s_aux") is not None:
-            options["s_aux"] = replace(cut, axis=0).joined(options["s_aux"])
-        key = cut.joined(self.key)
+            options["s_aux"] = shared.joined(options["s_aux"], axis=0)
+        key = shared.joined(self.key)
         return AttentionCall(
-            cut.joined(self._queries()), key, key, mask, n, self.scale, self.causal, 0.0, self.kernel, options
+            shared.joined(self._queries()), key, key, mask, n, self.scale, self.causal, 0.0, self.kernel, options
         )  # fmt: skip
 
     def versions(self) -> tuple[int, ...]:
@@ -209,10 +210,6 @@ class AttentionCall:
             else query.reshape(query.shape[0], self.n_heads, -1, query.shape[-1])
         )
 
-    def _per_head(self, x: Tensor) -> Tensor:
-        """Keys or values, one head for each query head."""
-        return x if x.shape[1] == self.n_heads else x.repeat_interleave(self.n_heads // x.shape[1], dim=1)
-
     def _mask(self) -> Tensor | None:
         """What is added to the scores, or where attention is allowed."""
         query = self._queries()
@@ -233,24 +230,7 @@ class AttentionCall:
         query = self._queries()
         query = query if self.chosen is None else query[:, :, self.chosen]
         scale = 1 / math.sqrt(query.shape[-1]) if self.scale is None else self.scale
-        scores = query @ self._per_head(self.key).transpose(-1, -2)
-        # New memory takes longer than these operations: without a graph they write over what the last one made.
-        here = _writes_over()
-        scores = scores.mul_(scale) if here else scores * scale
-        cap = self.options.get("softcap")
-        if cap:
-            scores = scores.div_(cap).tanh_().mul_(cap) if here else cap * torch.tanh(scores / cap)
-        mask = self._mask()
-        if mask is not None and mask.dtype == torch.bool:
-            filler = torch.finfo(scores.dtype).min
-            scores = scores.masked_fill_(~mask, filler) if here else scores.masked_fill(~mask, filler)
-        elif mask is not None:
-            scores = scores.add_(mask) if here and mask.dtype == scores.dtype else scores + mask
-        sinks = self.options.get("s_aux")
-        if sinks is not None:
-            sinks = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
-            scores = torch.cat([scores, sinks], dim=-1)
-        return scores
+        return scores_of(query, self.key, scale, self.options.get("softcap"), self._mask(), self.options.get("s_aux"))
 
     def pattern(
         self, scores: Float[Tensor, "batch head pos key_pos"], over: bool = False
@@ -261,11 +241,7 @@ class AttentionCall:
             scores: the scores.
             over: nobody needs them any more, so that the pattern may be written over them.
         """
-        wide = scores.dtype if scores.dtype == torch.float64 else torch.float32
-        if over and scores.is_cpu and scores.dtype == wide and _writes_over():
-            pattern = torch.softmax(scores, -1, out=scores)  # on the CPU, row by row
-        else:
-            pattern = scores.softmax(-1, dtype=wide).to(scores.dtype)
+        pattern = pattern_of(scores, over)
         mask = None if self.causal else self._mask()
         if mask is not None and mask.dtype == torch.bool:
             pattern = pattern * mask.any(-1, keepdim=True)
@@ -279,7 +255,7 @@ class AttentionCall:
             pattern = pattern[..., :-1]
         if self.dropout:
             pattern = dropout(pattern, self.dropout)
-        z = pattern.to(self.value.dtype) @ self._per_head(self.value)
+        z = result_of(pattern, self.value)
         return z if z.shape[1] == self.query.shape[1] else z.reshape(*self.query.shape[:-1], z.shape[-1])
 
 
@@ -323,11 +299,6 @@ def with_heads(x: Tensor, n_heads: int | None, show: Callable[[Tensor], Tensor])
         new = show(shown)
         return x if new is shown else new.repeat_interleave(x.shape[1] // n, dim=1)
     return show(x)
-
-
-def _writes_over() -> bool:
-    """Whether a result may be written over what it was made from: no graph needs that."""
-    return not (torch.is_grad_enabled() or torch.compiler.is_compiling())
 
 
 def _kept(x: Tensor) -> Tensor:
@@ -377,7 +348,7 @@ def is_opaque(implementation: str) -> bool:
     return "flash" in implementation or implementation == "flex_attention"
 
 
-class _Kernel(PatchedFunction):
+class PatchedKernel(PatchedFunction):
     """Patches one implementation in `AttentionInterface`, which looks at its own entries and at those for all."""
 
     def __init__(self, namespace: MutableMapping[str, Any], name: str) -> None:
@@ -397,38 +368,8 @@ class _Kernel(PatchedFunction):
             self.namespace[self.name] = self._local
 
 
-class KernelTap:
-    """Sees to it that the attention function of a module can be watched.
-
-    The patched function is there as long as anything holds on to it, so that it is not made anew for each
-    call.
-    """
-
-    def __init__(self) -> None:
-        self._kernel: _Kernel | None = None
-        self._uninstall: Callable[[], object] = lambda: None
-
-    def install(self, implementation: str) -> None:
-        """Patches an implementation."""
-        if self._kernel is ALL_ATTENTION_FUNCTIONS[implementation]:
-            return
-        with LOCK:
-            if self._kernel is ALL_ATTENTION_FUNCTIONS[implementation]:
-                return  # another thread was quicker
-            self.uninstall()
-            self._kernel = _Kernel.install(ALL_ATTENTION_FUNCTIONS, implementation)
-            self._uninstall = self._kernel.uninstalled_with(self)
-
-    def uninstall(self) -> None:
-        """Lets go of it."""
-        if self._kernel is not None:
-            with LOCK:
-                self._kernel = None
-                self._uninstall()
-
-
 def watched_kernel(module: nn.Module, watch: TorchFunctionMode, before: BeforeKernel) -> AbstractContextManager[None]:
-    """Watches the attention function of a module whose `KernelTap` stands, inside a ``with`` statement.
+    """Watches the attention function of a module whose kernel is patched, inside a ``with`` statement.
 
     Args:
         module: the attention module.

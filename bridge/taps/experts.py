@@ -1,37 +1,68 @@
 """Reaching the activations inside the experts of a mixture, which keep their weights in one parameter for all.
 
-Only the layers that someone listens to compute one expert after the other, by the model's own forward; all others keep
-the implementation that the model was loaded with (a grouped multiplication, in which no expert stands alone).
+Only the layers that someone listens to compute one expert after the other, by the model's own forward; all others
+keep the implementation that the model was loaded with (a grouped multiplication, in which no expert stands alone).
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch import Tensor
 
 from adapters.feed_forward import first_projection, gate_and_up, has_gate, joined, stacked, width
 from adapters.observe.observe import CHOICES, LINEAR_PRODUCTS
-from adapters.spread import Summed, SummedGradients
 from adapters.views import Args, Call, Kwargs
-from bridge.taps.tap import RunCall, Tap, TappedCall, Watch
+from bridge.sharing import SharedExperts
+from bridge.taps.taps import CallWatch, RunCall, Tap, TappedCall
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Seeing each expert's projections while the module that holds all of them computes one after the other.
-# ----------------------------------------------------------------------------------------------------------------------
+
+class ExpertsTap(Tap):
+    """For modules whose own forward runs each expert's two projections, `gate_up_proj` (or `up_proj`, where there is no
+    gate) and `down_proj`, in turn.
+
+    Its channels are ``{expert}.in`` and ``{expert}.out``, what the expert is given and returns, ``[row, d_model]``, and
+    ``{expert}.gate``, ``{expert}.pre`` and ``{expert}.post``, ``[row, d_expert]``. There is a row for each token that
+    was sent to the expert, in the order of HookedTransformer (by rank among the token's experts, then by position). An
+    expert that no token was sent to has no rows.
+    """
+
+    def watched(self, *args: object, **kwargs: object) -> Any:
+        """The module's forward when somebody listens."""
+        call = Call(self.module, args, kwargs)
+        watch = ExpertsWatch(self, call)
+        if watch.shared is None:
+            with watch:
+                output = self._one_by_one(*args, **kwargs)
+        else:
+            with watch, watch.shared.all_numbered():
+                output = inspect.unwrap(type(self.module).forward)(self.module, *args, **kwargs)
+        watch.show_idle_experts()
+        return output
+
+    def _one_by_one(self, *args: object, **kwargs: object) -> Any:
+        module: Any = self.module
+        if self.own is None:
+            return inspect.unwrap(type(module).forward)(module, *args, **kwargs)
+        # Someone else's forward wraps the model's own (accelerate's, which brings the weights).
+        config = module.config
+        module.__dict__["config"] = copy.copy(config)
+        module.config._experts_implementation_internal = "eager"
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            module.__dict__["config"] = config
 
 
 #: What adds a bias to a product.
 SUMS = {torch.add, Tensor.add, Tensor.__add__}
 
 
-class ExpertsWatch(Watch):
+class ExpertsWatch(CallWatch):
     """Shows what enters and leaves each expert's projections while it is active, by `ExpertsTap`'s channels.
 
     Args:
@@ -45,11 +76,13 @@ class ExpertsWatch(Watch):
         self._ran: set[int] = set()
         self._first, self._stacked = first_projection(tap.module), stacked(tap.module)
         self._given: dict[int, Tensor] = {}
+        self.shared = SharedExperts.of(tap.module)
 
     def call(self, func: Callable[..., Any], args: tuple[object, ...], kwargs: Kwargs) -> Any:
         """Shows what enters and leaves the projections."""
         if func not in LINEAR_PRODUCTS and func not in SUMS:
-            return func(*args, **kwargs)
+            part = None if self.shared is None else self.shared.taken(func, args)
+            return func(*args, **kwargs) if part is None else part
         x, other = operands(args, kwargs)
         module: Any = self._tap.module
         if self._stacked:
@@ -60,7 +93,7 @@ class ExpertsWatch(Watch):
                 if expert is not None:
                     x = self._show(expert, channel, x)
                     args, kwargs = ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "input": x})
-        made = self.made(func, args, kwargs)
+        made = self._made(func, args, kwargs)
         if (func in SUMS) != module.has_bias:
             return made
         # What a projection makes is complete when its bias, where there is one, is added to the product.
@@ -103,11 +136,12 @@ class ExpertsWatch(Watch):
             weight: an operand.
             name: of the parameter.
         """
+        if self.shared is not None:
+            return self.shared.which(weight, name)
         return _which(weight, getattr(self._tap.module, name))
 
-    def made(self, func: Callable[..., Any], args: tuple[object, ...], kwargs: Kwargs) -> Any:
-        """What a product or a sum is."""
-        return func(*args, **kwargs)
+    def _made(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+        return func(*args, **kwargs) if self.shared is None else self.shared.made(func, args, kwargs)
 
     def _show(self, expert: int, channel: str, x: Tensor) -> Tensor:
         return self._tap.show(f"{expert}.{channel}", x, self._call)
@@ -122,8 +156,8 @@ class ExpertsWatch(Watch):
             shown.add(channel)
             expert, part = channel.split(".")
             if int(expert) not in self._ran:
-                cut = self._tap.cuts.get(channel)
-                neurons = width(module) // (1 if cut is None else cut.parts)
+                shared = self._tap.shared.get(channel)
+                neurons = width(module) // (1 if shared is None else shared.parts)
                 size = self._call.input.shape[-1] if part in ("in", "out") else neurons
                 self._tap.show(channel, self._call.input.new_empty(0, size), self._call)
 
@@ -146,11 +180,72 @@ def _which(weight: Any, everyone: Tensor, *, turned: bool = False) -> int | None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Experts whose tokens are all multiplied in one product.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class BatchedExpertsTap(Tap):
+    """For modules whose forward multiplies the tokens of all experts in one product, ``[expert, row, d]``.
+
+    Its channels are those of `ExpertsTap`. Every expert has a row for every token: its input is the token times
+    its weight, which is zero where it is not chosen.
+    """
+
+    def watched(self, *args: object, **kwargs: object) -> Any:
+        """The module's forward when somebody listens."""
+        with _BatchesWatch(self, Call(self.module, args, kwargs)):
+            return self.original(*args, **kwargs)
+
+
+_BATCHED_PRODUCTS = {torch.bmm, Tensor.bmm}
+
+
+class _BatchesWatch(CallWatch):
+    """Shows what enters and leaves the two products of all experts while it is active."""
+
+    def __init__(self, tap: BatchedExpertsTap, call: Call) -> None:
+        super().__init__(RunCall(tap, call))
+        self._tap, self._call = tap, call
+
+    def call(self, func: Callable[..., Any], args: tuple[object, ...], kwargs: Kwargs) -> Any:
+        """Shows what enters and leaves the products."""
+        module: Any = self._tap.module
+        if func not in _BATCHED_PRODUCTS:
+            return func(*args, **kwargs)
+        x, weight = operands(args, kwargs)
+        if weight is module.down_proj:
+            return self._each("out", func(self._each("post", x), *args[1:], **kwargs))
+        if weight is not module.gate_up_proj:
+            return func(*args, **kwargs)
+        gate, up = gate_and_up(module, func(self._each("in", x), *args[1:], **kwargs))
+        return joined(module, self._each("gate", gate), self._each("pre", up))
+
+    def _each(self, part: str, x: Any) -> Tensor:
+        """Shows the rows of each expert that somebody listens to."""
+        active = [e for e in range(len(x)) if self._tap.active_points((f"{e}.{part}",))]
+        if not active:
+            return x
+        rows = list(x.unbind(0))
+        for e in active:
+            rows[e] = self._tap.show(f"{e}.{part}", rows[e], self._call)
+        return torch.stack(rows)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # The steps by which a router chooses experts, and the tap that shows them.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class RouterWatch(Watch):
+class RouterTap(Tap):
+    """For routers. Its channels are those of `RouterWatch`."""
+
+    def watched(self, *args: object, **kwargs: object) -> Any:
+        """The module's forward when somebody listens."""
+        watch = RouterWatch(RunCall(self, Call(self.module, args, kwargs)))
+        return watch.output_of(lambda: self.original(*args, **kwargs))
+
+
+class RouterWatch(CallWatch):
     """Shows what one call of a router computes that chooses experts by logits.
 
     Its channels are ``product``, what its matrix makes of its input, ``logits``, what the experts are chosen by, and
@@ -202,180 +297,3 @@ class RouterWatch(Watch):
         everyone = chosen.new_zeros(*chosen.shape[:-1], self._n_experts).scatter(-1, indices, chosen)
         shown = self.shown.show("weights", everyone).gather(-1, indices)
         return type(output)((*output[:place], shown, *output[place + 1 :]))
-
-
-class RouterTap(Tap):
-    """For routers. Its channels are those of `RouterWatch`."""
-
-    def watched(self, *args: object, **kwargs: object) -> Any:
-        """The module's forward when somebody listens."""
-        watch = RouterWatch(RunCall(self, Call(self.module, args, kwargs)))
-        return watch.output_of(lambda: self.original(*args, **kwargs))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Experts that several processes share by number (expert parallelism), seen on all of them.
-#
-# Each process goes through all experts, in the model's own forward. An expert's products are made by the process that
-# has its weights, and sent to the others: so all show the same rows of the same expert, and gradients are whole.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def is_spread(module: nn.Module) -> bool:
-    """Whether each process has some of the experts that a module holds."""
-    held = module._parameters.get("down_proj")
-    return isinstance(held, DTensor) and held.placements == (Shard(0),)
-
-
-@contextmanager
-def all_numbered(module: Any) -> Iterator[None]:
-    """Lets the module's forward number the experts of all processes, not its own alone."""
-    own = module.num_experts
-    module.num_experts = module.down_proj.shape[0]
-    try:
-        yield
-    finally:
-        module.num_experts = own
-
-
-class SpreadExpertsWatch(ExpertsWatch):
-    """As `ExpertsWatch`, of experts that processes share."""
-
-    def __init__(self, tap: Tap, call: Call) -> None:
-        super().__init__(tap, call)
-        held = tap.module._parameters["down_proj"]
-        assert isinstance(held, DTensor)
-        self._held: dict[str, DTensor] = {
-            name: each for name, each in tap.module._parameters.items() if isinstance(each, DTensor)
-        }
-        group = held.device_mesh.get_group()
-        self._sum: Summed = Summed(-1, group)
-        self._gradients: SummedGradients = SummedGradients(-1, group)
-        self._each: int = len(held) // group.size()
-        self._first_here: int = self._each * group.rank()
-        #: What the forward has taken out of the parameters: the tensor, the parameter's name, the expert.
-        self._taken: dict[int, tuple[Tensor, str, int]] = {}
-
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
-        """Takes one expert's part of a parameter, or shows what enters and leaves a projection."""
-        if func is Tensor.__getitem__:
-            for name, held in self._held.items():
-                if args[0] is held:
-                    return self._take(name, held, int(args[1]))
-        return super().call(func, args, kwargs)
-
-    def _take(self, name: str, held: DTensor, expert: int) -> Tensor:
-        local, index = held.to_local(), expert - self._first_here
-        here = 0 <= index < self._each
-        part = (
-            local[index]
-            if here
-            else local.new_empty(local.shape[1:], device=local.device if local.ndim == 2 else "meta")
-        )
-        if local.ndim == 2:  # a bias: it is added to rows that all have
-            part = self._sum.whole(part if here else part.zero_())
-        self._taken[id(part)] = part, name, expert
-        return part
-
-    def which(self, weight: Any, name: str) -> int | None:
-        """Which expert's part of a parameter this is; None where it is none."""
-        taken = self._taken.get(id(weight))
-        return None if taken is None or taken[1] != name else taken[2]
-
-    def made(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
-        """What a product or a sum is: a product, as the process makes it that has the expert."""
-        weight = next((x for x in (*args, *kwargs.values()) if id(x) in self._taken), None)
-        if weight is None or func not in LINEAR_PRODUCTS:
-            return func(*args, **kwargs)
-        x = self._gradients.part(args[0] if args else kwargs["input"])
-        if not weight.is_meta:
-            made = func(x, *args[1:], **kwargs) if args else func(**{**kwargs, "input": x})
-        else:
-            size = func(x.detach().to("meta"), *args[1:], **kwargs).shape[-1]
-            nothing = torch.ones((), dtype=torch.bool, device=x.device)
-            made = x[:, :1].masked_fill(nothing, 0.0).expand(-1, size)  # gradients come back here all the same
-        return self._sum.whole(made)
-
-
-class ExpertsTap(Tap):
-    """For modules whose own forward runs each expert's two projections, `gate_up_proj` (or `up_proj`, where there is no
-    gate) and `down_proj`, in turn.
-
-    Its channels are ``{expert}.in`` and ``{expert}.out``, what the expert is given and returns, ``[row, d_model]``, and
-    ``{expert}.gate``, ``{expert}.pre`` and ``{expert}.post``, ``[row, d_expert]``. There is a row for each token that
-    was sent to the expert, in the order of HookedTransformer (by rank among the token's experts, then by position). An
-    expert that no token was sent to has no rows.
-    """
-
-    def watched(self, *args: object, **kwargs: object) -> Any:
-        """The module's forward when somebody listens."""
-        call = Call(self.module, args, kwargs)
-        if is_spread(self.module):
-            watch: ExpertsWatch = SpreadExpertsWatch(self, call)
-            with watch, all_numbered(self.module):
-                output = inspect.unwrap(type(self.module).forward)(self.module, *args, **kwargs)
-        else:
-            with ExpertsWatch(self, call) as watch:
-                output = self._one_by_one(*args, **kwargs)
-        watch.show_idle_experts()
-        return output
-
-    def _one_by_one(self, *args: object, **kwargs: object) -> Any:
-        module: Any = self.module
-        if self.own is None:
-            return inspect.unwrap(type(module).forward)(module, *args, **kwargs)
-        # Someone else's forward wraps the model's own (accelerate's, which brings the weights).
-        config = module.config
-        module.__dict__["config"] = copy.copy(config)
-        module.config._experts_implementation_internal = "eager"
-        try:
-            return self.original(*args, **kwargs)
-        finally:
-            module.__dict__["config"] = config
-
-
-class BatchedExpertsTap(Tap):
-    """For modules whose forward multiplies the tokens of all experts in one product, ``[expert, row, d]``.
-
-    Its channels are those of `ExpertsTap`. Every expert has a row for every token: its input is the token times
-    its weight, which is zero where it is not chosen.
-    """
-
-    def watched(self, *args: object, **kwargs: object) -> Any:
-        """The module's forward when somebody listens."""
-        with _BatchesWatch(self, Call(self.module, args, kwargs)):
-            return self.original(*args, **kwargs)
-
-
-class _BatchesWatch(Watch):
-    """Shows what enters and leaves the two products of all experts while it is active."""
-
-    def __init__(self, tap: BatchedExpertsTap, call: Call) -> None:
-        super().__init__(RunCall(tap, call))
-        self._tap, self._call = tap, call
-
-    def call(self, func: Callable[..., Any], args: tuple[object, ...], kwargs: Kwargs) -> Any:
-        """Shows what enters and leaves the products."""
-        module: Any = self._tap.module
-        if func not in _BATCHED_PRODUCTS:
-            return func(*args, **kwargs)
-        x, weight = operands(args, kwargs)
-        if weight is module.down_proj:
-            return self._each("out", func(self._each("post", x), *args[1:], **kwargs))
-        if weight is not module.gate_up_proj:
-            return func(*args, **kwargs)
-        gate, up = gate_and_up(module, func(self._each("in", x), *args[1:], **kwargs))
-        return joined(module, self._each("gate", gate), self._each("pre", up))
-
-    def _each(self, part: str, x: Any) -> Tensor:
-        """Shows the rows of each expert that somebody listens to."""
-        active = [e for e in range(len(x)) if self._tap.active_points((f"{e}.{part}",))]
-        if not active:
-            return x
-        rows = list(x.unbind(0))
-        for e in active:
-            rows[e] = self._tap.show(f"{e}.{part}", rows[e], self._call)
-        return torch.stack(rows)
-
-
-_BATCHED_PRODUCTS = {torch.bmm, Tensor.bmm}

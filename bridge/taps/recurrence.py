@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, MutableMapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -14,7 +14,7 @@ from torch.nn.functional import silu
 from adapters.mixers import FUNCTIONS, ONE_STEP, FunctionTensor, functions_of
 from adapters.views import Args, Call, Kwargs
 from bridge.hooks.context import CURRENT, ForwardPass
-from bridge.taps.tap import PatchedFunction, Tap, calling_instead
+from bridge.taps.taps import PatchedFunction, Tap, calling_instead
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The states of a mixer's recurrence, one position after the other, by the model's own function for one step.
@@ -25,131 +25,108 @@ from bridge.taps.tap import PatchedFunction, Tap, calling_instead
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-Arguments = dict[str, Any]
-Function = Callable[..., Any]
+StepFunction = Callable[..., Any]
 
 
-class Recurrence(Protocol):
-    """One call of a recurrence, taken apart into steps."""
-
-    length: int
-
-    def first(self) -> Tensor | None:
-        """The state before the first position."""
-
-    def step(self, t: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The output at a position, and the state after it."""
-
-    def read(self, t: int, state: Tensor) -> Tensor:
-        """The output at a position with this state after it."""
-
-    def returned(self, outputs: list[Tensor], state: Tensor) -> Any:
-        """What the function returns for these outputs and this last state."""
-
-
-class DeltaRule:
-    """A gated delta rule, whole or of one step: both take sequences.
+class Recurrence:
+    """One call of a recurrence, taken apart into steps.
 
     Args:
         given: what the function was called with.
         one: the function that goes from step to step.
+        length: how many steps there are.
     """
+
+    def __init__(self, given: Kwargs, one: StepFunction, length: int) -> None:
+        self.given, self.one, self.length = given, one, length
+
+    def first(self) -> Tensor | None:
+        """The state before the first position."""
+        raise NotImplementedError
+
+    def step(self, t: int, state: Tensor | None, idle: bool = False) -> tuple[Tensor, Tensor]:
+        """The output at a position, and the state after it; ``idle`` leaves the state as it is, and reads it alone."""
+        raise NotImplementedError
+
+    def returned(self, outputs: list[Tensor], state: Tensor) -> Any:
+        """What the function returns for these outputs and this last state."""
+        raise NotImplementedError
+
+
+class DeltaRule(Recurrence):
+    """A gated delta rule, whole or of one step: both take sequences."""
 
     _OF_POSITIONS = ("query", "key", "value", "g", "beta")
 
-    def __init__(self, given: Arguments, one: Function) -> None:
-        self._given, self._one = given, one
+    def __init__(self, given: Kwargs, one: StepFunction) -> None:
+        super().__init__(given, one, given["query"].shape[1])
         self._rest = {
             name: value for name, value in given.items() if name not in (*self._OF_POSITIONS, "chunk_size", "kwargs")
         }
-        self.length = given["query"].shape[1]
 
     def first(self) -> Tensor | None:
-        state: Tensor | None = self._given.get("initial_state")
+        state: Tensor | None = self.given.get("initial_state")
         return state
 
-    def _run(self, t: int, state: Tensor | None, **others: Tensor) -> tuple[Tensor, Tensor]:
-        here = {name: self._given[name][:, t : t + 1] for name in self._OF_POSITIONS} | others
+    def step(self, t: int, state: Tensor | None, idle: bool = False) -> tuple[Tensor, Tensor]:
+        here = {name: self.given[name][:, t : t + 1] for name in self._OF_POSITIONS}
+        if idle:
+            here |= {name: torch.zeros_like(here[name]) for name in ("g", "beta")}
         rest = self._rest | {"initial_state": state, "output_final_state": True}
-        output, last = self._one(**here, **rest)
+        output, last = self.one(**here, **rest)
         return output, last
 
-    def step(self, t: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        return self._run(t, state)
-
-    def read(self, t: int, state: Tensor) -> Tensor:
-        nothing = {name: torch.zeros_like(self._given[name][:, t : t + 1]) for name in ("g", "beta")}
-        return self._run(t, state, **nothing)[0]
-
     def returned(self, outputs: list[Tensor], state: Tensor) -> Any:
-        return torch.cat(outputs, dim=1), state if self._given.get("output_final_state") else None
+        return torch.cat(outputs, dim=1), state if self.given.get("output_final_state") else None
 
 
-class SelectiveScan:
-    """Mamba's scan over a sequence.
+class SelectiveScan(Recurrence):
+    """Mamba's scan over a sequence, `mamba_selective_scan`, by `mamba_selective_state_update`."""
 
-    Args:
-        given: what `mamba_selective_scan` was called with.
-        one: `mamba_selective_state_update`.
-    """
-
-    def __init__(self, given: Arguments, one: Function) -> None:
-        self._given, self._one = given, one
-        self.length = given["hidden_states"].shape[-1]
+    def __init__(self, given: Kwargs, one: StepFunction) -> None:
+        super().__init__(given, one, given["hidden_states"].shape[-1])
 
     def first(self) -> Tensor:
-        x, A = self._given["hidden_states"], self._given["A"]
+        x, A = self.given["hidden_states"], self.given["A"]
         return torch.zeros(*x.shape[:2], A.shape[-1], dtype=torch.float32, device=x.device)
 
-    def _run(self, t: int, state: Tensor | None, idle: bool) -> tuple[Tensor, Tensor]:
+    def step(self, t: int, state: Tensor | None, idle: bool = False) -> tuple[Tensor, Tensor]:
         assert state is not None
-        given, state = self._given, state.clone()
+        given, state = self.given, state.clone()
         x, dt, B, C = (given[name][..., t] for name in ("hidden_states", "dt", "B", "C"))
         z = None if given.get("z") is None else given["z"][..., t]
         options = {"dt_bias": given.get("delta_bias"), "dt_softplus": given.get("delta_softplus", False)}
         if idle:
             dt, options = torch.zeros_like(dt), {}
-        return self._one(state, x, dt, given["A"], B, C, given.get("D"), z=z, **options), state
-
-    def step(self, t: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        return self._run(t, state, idle=False)
-
-    def read(self, t: int, state: Tensor) -> Tensor:
-        return self._run(t, state, idle=True)[0]
+        return self.one(state, x, dt, given["A"], B, C, given.get("D"), z=z, **options), state
 
     def returned(self, outputs: list[Tensor], state: Tensor) -> Any:
         whole = torch.stack(outputs, dim=-1)
-        return (whole, state) if self._given.get("return_last_state") else whole
+        return (whole, state) if self.given.get("return_last_state") else whole
 
 
-class ChunkScan:
-    """Mamba 2's scan over a sequence.
+class ChunkScan(Recurrence):
+    """Mamba 2's scan over a sequence, `mamba2_chunk_scan`, by `mamba2_selective_state_update`."""
 
-    Args:
-        given: what `mamba2_chunk_scan` was called with.
-        one: `mamba2_selective_state_update`.
-    """
-
-    def __init__(self, given: Arguments, one: Function) -> None:
+    def __init__(self, given: Kwargs, one: StepFunction) -> None:
         least, most = given.get("dt_limit", (0.0, float("inf")))
         if (least, most) != (0.0, float("inf")):  # which the function of one step does not know: it is given the result
             dt, bias = given["dt"], given.get("dt_bias")
             dt = dt if bias is None else dt + bias.to(dt.dtype)
             dt = torch.nn.functional.softplus(dt) if given.get("dt_softplus") else dt
             given = given | {"dt": dt.clamp(least, most), "dt_bias": None, "dt_softplus": False}
-        self._given, self._one = given, one
-        self.length = given["hidden_states"].shape[1]
+        super().__init__(given, one, given["hidden_states"].shape[1])
 
     def first(self) -> Tensor:
-        initial: Tensor | None = self._given.get("initial_states")
+        initial: Tensor | None = self.given.get("initial_states")
         if initial is not None:
             return initial
-        x, B = self._given["hidden_states"], self._given["B"]
+        x, B = self.given["hidden_states"], self.given["B"]
         return torch.zeros(x.shape[0], *x.shape[2:], B.shape[-1], dtype=torch.float32, device=x.device)
 
-    def _run(self, t: int, state: Tensor | None, idle: bool) -> tuple[Tensor, Tensor]:
+    def step(self, t: int, state: Tensor | None, idle: bool = False) -> tuple[Tensor, Tensor]:
         assert state is not None
-        given, state = self._given, state.clone()
+        given, state = self.given, state.clone()
         x, dt, B, C = (given[name][:, t] for name in ("hidden_states", "dt", "B", "C"))
         width = x.shape[-1]
 
@@ -160,53 +137,37 @@ class ChunkScan:
         options = {"dt_bias": wide(given.get("dt_bias")), "dt_softplus": given.get("dt_softplus", False)}
         if idle:
             dt, options = torch.zeros_like(dt), {}
-        return self._one(state, x, wide(dt), A, B, C, wide(given.get("D")), z=given.get("z"), **options), state
-
-    def step(self, t: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        return self._run(t, state, idle=False)
-
-    def read(self, t: int, state: Tensor) -> Tensor:
-        return self._run(t, state, idle=True)[0]
+        return self.one(state, x, wide(dt), A, B, C, wide(given.get("D")), z=given.get("z"), **options), state
 
     def returned(self, outputs: list[Tensor], state: Tensor) -> Any:
         whole = torch.stack(outputs, dim=1)
-        return (whole, state) if self._given.get("return_final_states") else whole
+        return (whole, state) if self.given.get("return_final_states") else whole
 
 
-class OneUpdate:
-    """A single step of Mamba's or Mamba 2's, which writes the new state over the old one.
+class OneUpdate(Recurrence):
+    """A single step of Mamba's or Mamba 2's, which writes the new state over the old one."""
 
-    Args:
-        given: what the function was called with.
-        one: itself.
-    """
-
-    length = 1
-
-    def __init__(self, given: Arguments, one: Function) -> None:
-        self._given, self._one = given, one
+    def __init__(self, given: Kwargs, one: StepFunction) -> None:
+        super().__init__(given, one, 1)
 
     def first(self) -> Tensor:
-        state: Tensor = self._given["state"]
+        state: Tensor = self.given["state"]
         return state
 
-    def step(self, t: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    def step(self, t: int, state: Tensor | None, idle: bool = False) -> tuple[Tensor, Tensor]:
         assert state is not None
-        state = state.clone()
-        return self._one(**(self._given | {"state": state})), state
-
-    def read(self, t: int, state: Tensor) -> Tensor:
-        idle = {"dt": torch.zeros_like(self._given["dt"]), "dt_bias": None, "dt_softplus": False}
-        output: Tensor = self._one(**(self._given | idle | {"state": state.clone()}))
-        return output
+        given = self.given | {"state": state.clone()}
+        if idle:
+            given |= {"dt": torch.zeros_like(given["dt"]), "dt_bias": None, "dt_softplus": False}
+        return self.one(**given), given["state"]
 
     def returned(self, outputs: list[Tensor], state: Tensor) -> Any:
-        self._given["state"].copy_(state)
+        self.given["state"].copy_(state)
         return outputs[0]
 
 
 #: How each function that holds a recurrence is taken apart.
-RECURRENCES: dict[str, Callable[[Arguments, Function], Recurrence]] = {
+RECURRENCES: dict[str, Callable[[Kwargs, StepFunction], Recurrence]] = {
     "mamba_selective_scan": SelectiveScan,
     "mamba_selective_state_update": OneUpdate,
     "mamba2_chunk_scan": ChunkScan,
@@ -241,7 +202,7 @@ def with_states(recurrence: Recurrence, before: Tensor, new: Tensor) -> Any:
         output, after = recurrence.step(t, state)
         if bool(changed[:, t].any()):
             after = torch.where(changed[:, t], new[:, t].to(after.dtype), after)
-            output = recurrence.read(t, after)
+            output, _ = recurrence.step(t, after, idle=True)
         outputs.append(output)
         state = after
     assert state is not None

@@ -28,7 +28,7 @@ PROGRAMS = ("frac_prevs", "reverse", "hist", "sort_unique", "either", "most")
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """A program in a transformer.
+    """A model that computes a program, by weights that were worked out and not trained, and its known circuit.
 
     Attributes:
         bridge: the model: bidirectional, without norms; each coordinate of its stream is a value of a variable.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,44 +16,26 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from adapters import Architecture
 from adapters.feed_forward import width
 from adapters.points import base_path, join, module_at
-from bridge.generation.options import Generates
-from bridge.hooks.context import Listener, without_hooks
+from bridge.hooks.context import Listener, OpenTrace, without_hooks
 from bridge.hooks.hooks import HookPoint, checked
 from bridge.hooks.modules import first_parameter
 from bridge.hooks.names import Names, UnknownHookError, suggestion
 from bridge.run.inputs import Input, Request, RunnableBridge, check_arguments
 from bridge.run.recorder import watching
 from bridge.run.run import PreparedPass, checked_layers, points_that_run
+from bridge.trace.edit import BodyActivations
 from bridge.trace.stops import Stop, Stops
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What a trace needs of a bridge.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-class TraceableBridge(RunnableBridge, Protocol):
-    """A bridge, as a trace needs it.
-
-    Attributes:
-        architecture: what its adapter declares.
-    """
-
-    architecture: Architecture
-
-
-class TraceableGenerator(TraceableBridge, Generates, Protocol):
-    """A bridge that generates, as a trace needs it."""
-
 
 #: For the errors of `checked`.
 _ASSIGNED = Listener("fwd", lambda act, hook: None)
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+#: The hook point at which the tensor that a part is given, or returns, is seen.
+_AT_POINT = {"input": "hook_in", "output": "hook_out"}
+ModuleInputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class Access:
+class Access(OpenTrace, BodyActivations):
     """What the body of a trace asks for.
 
     Args:
@@ -64,7 +46,7 @@ class Access:
         bridge, stops: likewise.
     """
 
-    def __init__(self, bridge: TraceableBridge, stops: Stops) -> None:
+    def __init__(self, bridge: RunnableBridge, stops: Stops) -> None:
         self.bridge, self.stops = bridge, stops
 
     def reach(self, asked: HookPoint | tuple[str, str]) -> Stop:
@@ -132,45 +114,21 @@ class Access:
 
     # The parts of the bridge.
 
-    def part_output(self, part: str) -> Tensor:
-        """What a part of the bridge returns, such as ``blocks.3``."""
-        hook = self._hook_of(part, "hook_out")
+    def seen_of_part(self, part: str, what: str) -> Any:
+        """What a part of the bridge is given or returns: at its hook point where it has one, else its module's."""
+        hook = self._hook_of(part, _AT_POINT[what]) if what in _AT_POINT else None
         if hook is not None:
             return self[hook]
-        return _first_tensor(self.module(self._module_of(part)).output, part)
+        found = getattr(self.module(self._module_of(part)), what)
+        return _first_tensor(found, part) if what == "output" else found
 
-    def set_part_output(self, part: str, value: Tensor) -> None:
+    def set_for_part(self, part: str, what: str, value: Any) -> None:
         """Replaces it."""
-        hook = self._hook_of(part, "hook_out")
+        hook = self._hook_of(part, _AT_POINT[what]) if what in _AT_POINT else None
         if hook is not None:
             self[hook] = value
         else:
-            self.module(self._module_of(part)).output = value
-
-    def part_input(self, part: str) -> Tensor:
-        """What a part of the bridge is given first."""
-        hook = self._hook_of(part, "hook_in")
-        return self[hook] if hook is not None else self.module(self._module_of(part)).input
-
-    def set_part_input(self, part: str, value: Tensor) -> None:
-        """Replaces it."""
-        hook = self._hook_of(part, "hook_in")
-        if hook is not None:
-            self[hook] = value
-        else:
-            self.module(self._module_of(part)).input = value
-
-    def part_outputs(self, part: str) -> Any:
-        """All that the module of a part returns."""
-        return self.module(self._module_of(part)).output
-
-    def part_inputs(self, part: str) -> Inputs:
-        """All that the module of a part is called with."""
-        return self.module(self._module_of(part)).inputs
-
-    def set_part_inputs(self, part: str, value: Inputs) -> None:
-        """Replaces it."""
-        self.module(self._module_of(part)).inputs = value
+            setattr(self.module(self._module_of(part)), what, value)
 
     def leave_out(self, path: str, value: Any) -> None:
         """Lets a module return a value in place of being called.
@@ -275,13 +233,13 @@ class TracedModule:
         self._access.leave_out(self.path, value)
 
     @property
-    def inputs(self) -> Inputs:
+    def inputs(self) -> ModuleInputs:
         """All that the module is called with: its positional arguments, and those with names."""
-        found: Inputs = self._stop("inputs").value
+        found: ModuleInputs = self._stop("inputs").value
         return found
 
     @inputs.setter
-    def inputs(self, value: Inputs) -> None:
+    def inputs(self, value: ModuleInputs) -> None:
         stop = self._stop("inputs")
         if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict)):
             raise TypeError(f"{self.path}.inputs is {value!r}; it must be a tuple of arguments and a dict of arguments")
@@ -390,7 +348,7 @@ class Shapes(Mapping[str, PointShape]):
         return "\n".join(["Shapes(", *lines, ")"])
 
 
-def shapes(bridge: TraceableBridge, input: Input, forward_kwargs: dict[str, Any]) -> Shapes:
+def shapes(bridge: RunnableBridge, input: Input, forward_kwargs: dict[str, Any]) -> Shapes:
     """See `TransformerBridge.shapes`."""
     kwargs = dict(forward_kwargs)
     layers = {name: kwargs.pop(name, None) for name in ("start_at_layer", "stop_at_layer")}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, Protocol, overload
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import Tensor
 
-from bridge.hooks.context import CURRENT, Listener
+from bridge.hooks.context import CURRENT, Listener, RunsWithPass
 from bridge.hooks.hooks import HookPoint, checked, replaces_activation, version_of
 from bridge.hooks.names import Names
 from bridge.trace.coroutine import Coroutine, LateEditGuard, PointPassedError, mapped
@@ -17,18 +17,20 @@ from bridge.trace.coroutine import Coroutine, LateEditGuard, PointPassedError, m
 _ASSIGNED = Listener("fwd", lambda act, hook: None)
 
 
-class BodyActivations(Protocol):
+class BodyActivations:
     """What a body is given: activations by name, to read and to write."""
 
     def __getitem__(self, name: str) -> Tensor:
         """The activation at a hook point."""
+        raise NotImplementedError
 
     def __setitem__(self, name: str, value: Tensor) -> None:
         """Puts a tensor in its place."""
+        raise NotImplementedError
 
 
 #: The body of a trace as a function.
-Body = Callable[[BodyActivations], object]
+TraceBody = Callable[[BodyActivations], object]
 
 
 class EditHook:
@@ -78,7 +80,7 @@ class Edit(Sequence[tuple[str, EditHook]]):
         points: the hook points that it asks for.
     """
 
-    def __init__(self, names: Names, body: Body, points: Sequence[HookPoint]) -> None:
+    def __init__(self, names: Names, body: TraceBody, points: Sequence[HookPoint]) -> None:
         self.names, self.body = names, body
         self.points = tuple(sorted(dict.fromkeys(points), key=lambda hook: hook.order))
         self._specs: tuple[tuple[str, EditHook], ...] = ()
@@ -103,7 +105,7 @@ class Edit(Sequence[tuple[str, EditHook]]):
         return iter(self._specs)
 
 
-class BodyInStep:
+class BodyInStep(RunsWithPass, BodyActivations):
     """The body of an edit in one forward pass.
 
     Args:
@@ -193,7 +195,7 @@ class BodyInStep:
         self._value = checked(value, self._value, _ASSIGNED, hook)
 
 
-class Probe:
+class Probe(BodyActivations):
     """Notes which hook points a body asks for in a trace.
 
     Args:
@@ -219,7 +221,7 @@ class Probe:
         )
 
 
-def points_asked_for(names: Names, body: Body, run: BodyActivations) -> list[HookPoint]:
+def points_asked_for(names: Names, body: TraceBody, run: BodyActivations) -> list[HookPoint]:
     """The hook points that a body asks for in a trace.
 
     Raises:
@@ -239,7 +241,7 @@ def points_asked_for(names: Names, body: Body, run: BodyActivations) -> list[Hoo
 
 
 #: What an edit does to an activation, in place.
-Operation = Callable[[Tensor], None]
+InPlaceEdit = Callable[[Tensor], None]
 
 
 class EveryStep:
@@ -255,7 +257,7 @@ class EveryStep:
     __slots__ = ("_is_written", "_name", "_path", "_record")
 
     def __init__(
-        self, name: str, record: Callable[[Operation], None], path: tuple[object, ...] = (), is_written: bool = False
+        self, name: str, record: Callable[[InPlaceEdit], None], path: tuple[object, ...] = (), is_written: bool = False
     ) -> None:
         self._name, self._record, self._path, self._is_written = name, record, path, is_written
 
@@ -373,7 +375,7 @@ def _are_same(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
     return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 
-def apply(operations: list[Operation], act: Tensor, name: str, step: int) -> None:
+def apply(operations: list[InPlaceEdit], act: Tensor, name: str, step: int) -> None:
     """Does the operations, in turn.
 
     Raises:

@@ -15,10 +15,10 @@ from bridge.generation.generation import generating, run_generate
 from bridge.generation.options import GenerationOptions, Steps, aligned, prepared, rows_of, texts_of
 from bridge.hooks.context import CURRENT, Generation, Listener, of_the_next_run
 from bridge.hooks.hooks import HookPoint
-from bridge.run.inputs import Input
-from bridge.trace.access import Access, TraceableGenerator
+from bridge.run.inputs import Input, RunnableBridge
+from bridge.trace.access import Access
 from bridge.trace.coroutine import Coroutine
-from bridge.trace.edit import EveryStep, Operation, apply
+from bridge.trace.edit import EveryStep, InPlaceEdit, apply
 from bridge.trace.stops import ModelOrder, Stop, Stops
 from bridge.trace.trace import InStep
 from bridge.wiring.compiled import uncompiled
@@ -35,7 +35,7 @@ class GenerationTrace(InStep):
         input, arguments: as for `TransformerBridge.generate`.
     """
 
-    def __init__(self, bridge: TraceableGenerator, places: ModelOrder, input: Input, arguments: dict[str, Any]) -> None:
+    def __init__(self, bridge: RunnableBridge, places: ModelOrder, input: Input, arguments: dict[str, Any]) -> None:
         for name in _NOT_HERE:
             if name in arguments:
                 raise TypeError(f"{name} is an argument of generate; a traced generation has run.tokens and run.text")
@@ -44,7 +44,7 @@ class GenerationTrace(InStep):
         self._prompt, self._arguments = prepared(bridge, input, self._options)
         self._generation = Generation()
         super().__init__(bridge, places)
-        self._edits: dict[HookPoint, list[Operation]] = {}
+        self._edits: dict[HookPoint, list[InPlaceEdit]] = {}
         self._steps = Steps(tqdm(disable=True), self._generation)
         self._wanted: int | None = None
         self._current = 0
@@ -59,7 +59,7 @@ class GenerationTrace(InStep):
         begins = self.bridge.core.register_forward_pre_hook(self._pass_begins, prepend=True)
         self._until_the_end().callback(begins.remove)
         self._until_the_end().callback(self._edits.clear)
-        self._show(self.bridge.names, _Parts(self))
+        self._show(self.bridge.names, _CurrentStep(self))
 
     def _work(self) -> None:
         """The model's side."""
@@ -144,11 +144,11 @@ class GenerationTrace(InStep):
         """
         self[name].assign(value)
 
-    def _add(self, hook: HookPoint, operation: Operation) -> None:
+    def _add(self, hook: HookPoint, operation: InPlaceEdit) -> None:
         if self._state != "open":
             raise RuntimeError("edits of every step are made in the block: with bridge.trace_generate(...) as run: ...")
         if hook not in self._edits:
-            operations: list[Operation] = []
+            operations: list[InPlaceEdit] = []
             generation = self._generation
 
             def edit(act: Tensor, hook: HookPoint) -> None:
@@ -208,7 +208,7 @@ class GenerationStep(Access):
         return self._run.reach_in(self.index, asked)
 
 
-class _Parts(GenerationStep):
+class _CurrentStep(GenerationStep):
     """The step that the loop is at, whichever that is: what ``bridge.blocks[3].output`` asks."""
 
     def __init__(self, run: GenerationTrace) -> None:

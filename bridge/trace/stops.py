@@ -36,11 +36,11 @@ from bridge.wiring.wiring import TraceOpenings, Wiring
 
 
 #: A list of blocks and an index in it; of what stands outside of blocks, "" and the depth.
-Group = tuple[str, int]
+OrderGroup = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PlaceInOrder:
     """A hook point, or a module's input or output, in the model's order.
 
     Attributes:
@@ -50,7 +50,7 @@ class Place:
     """
 
     name: str
-    group: Group | None
+    group: OrderGroup | None
     order: int
 
 
@@ -65,18 +65,19 @@ class ModelOrder:
         self.total = len(points)
         self._points = points
         self._of = {
-            hook: Place(name, group_of(hook), number) for number, (name, hook) in enumerate(_as_computed(points))
+            hook: PlaceInOrder(name, order_group(hook), number)
+            for number, (name, hook) in enumerate(_as_computed(points))
         }
-        self._ends: dict[Group, HookPoint | None] = {}
-        self._by_path: dict[str, Place] = {}
-        self._blocks: dict[int, Place] = {}
+        self._ends: dict[OrderGroup, HookPoint | None] = {}
+        self._by_path: dict[str, PlaceInOrder] = {}
+        self._blocks: dict[int, PlaceInOrder] = {}
         before: HookPoint | None = None
         for hook in points.values():
-            group = group_of(hook)
-            if before is not None and group_of(before) != group and _is_plain(hook):
-                self._ends.setdefault(group_of(before), hook)
+            group = order_group(hook)
+            if before is not None and order_group(before) != group and _is_plain(hook):
+                self._ends.setdefault(order_group(before), hook)
                 before = hook
-            elif before is None or group_of(before) == group:
+            elif before is None or order_group(before) == group:
                 before = hook
             self._by_path.setdefault(hook.point.site.path, self._of[hook])
             if hook.point.stack in ("blocks", "encoder"):
@@ -86,30 +87,30 @@ class ModelOrder:
         """Whether they are those of these hook points, all of them."""
         return points is self._points and len(points) == self.total
 
-    def of(self, hook: HookPoint) -> Place:
+    def of(self, hook: HookPoint) -> PlaceInOrder:
         """The place of a hook point."""
         return self._of[hook]
 
-    def end_of(self, group: Group | None) -> HookPoint | None:
+    def end_of(self, group: OrderGroup | None) -> HookPoint | None:
         """The first plain hook point behind a group; None where there is none."""
         return None if group is None else self._ends.get(group)
 
-    def block(self, layer: int) -> Place | None:
+    def block(self, layer: int) -> PlaceInOrder | None:
         """Where a block of the first list begins."""
         return self._blocks.get(layer)
 
-    def of_module(self, path: str, what: str) -> Place:
+    def of_module(self, path: str, what: str) -> PlaceInOrder:
         """The place of a module's input or output: that of the block it is in."""
         inside = path
         while inside:
             near = self._by_path.get(inside)
             if near is not None and ((near.group is not None and near.group[0]) or inside == path):
-                return Place(f"{path}.{what}", near.group, near.order)
+                return PlaceInOrder(f"{path}.{what}", near.group, near.order)
             inside = inside.rpartition(".")[0]
-        return Place(f"{path or 'the model'}.{what}", None, -1)
+        return PlaceInOrder(f"{path or 'the model'}.{what}", None, -1)
 
 
-def group_of(hook: HookPoint) -> Group:
+def order_group(hook: HookPoint) -> OrderGroup:
     """The group of a hook point."""
     return hook.point.stack, hook.point.depth
 
@@ -141,7 +142,7 @@ def _as_computed(points: dict[str, HookPoint]) -> list[tuple[str, HookPoint]]:
     return [item for _, item in sorted(enumerate(points.items()), key=key)]
 
 
-def has_passed(wanted: Place, here: Place) -> bool:
+def has_passed(wanted: PlaceInOrder, here: PlaceInOrder) -> bool:
     """Whether it is certain that the model has passed a place when it is at another."""
     known = wanted.group is not None and here.group is not None and wanted.group != here.group
     return known and wanted.order < here.order
@@ -165,7 +166,7 @@ class Stop:
         value: what is shown.
     """
 
-    def __init__(self, asked: Asked | None, place: Place, line: Line, value: Any) -> None:
+    def __init__(self, asked: Asked | None, place: PlaceInOrder, line: Line, value: Any) -> None:
         self.asked, self.place, self.line, self.value = asked, place, line, value
         self.replaced = False
 
@@ -199,8 +200,8 @@ class Stops:
         self.gradients: dict[str, Tensor] = {}
         self.seen: set[str] = set()
         self.coroutine: Coroutine | None = None
-        self._waiting: tuple[Asked, Place, Line] | None = None
-        self._last: tuple[Place, Line] | None = None
+        self._waiting: tuple[Asked, PlaceInOrder, Line] | None = None
+        self._last: tuple[PlaceInOrder, Line] | None = None
         self._points: dict[HookPoint, Listener] = {}
         self._handles: dict[tuple[str, str], RemovableHandle] = {}
         self._openings = TraceOpenings(wiring, scope)
@@ -270,14 +271,14 @@ class Stops:
         self._handles.clear()
         self.here = self._last = None
 
-    def _at(self) -> tuple[Place, Line] | None:
+    def _at(self) -> tuple[PlaceInOrder, Line] | None:
         return self._last if self.here is None else (self.here.place, self.here.line)
 
-    def _may_have_passed(self, at: tuple[Place, Line] | None, place: Place) -> bool:
+    def _may_have_passed(self, at: tuple[PlaceInOrder, Line] | None, place: PlaceInOrder) -> bool:
         """Whether what did not come may have passed: in the block where the model was."""
         return at is not None and at[0].group == place.group and place.order < at[0].order
 
-    def _passed(self, place: Place, line: Line, at: tuple[Place, Line] | None) -> PointPassedError:
+    def _passed(self, place: PlaceInOrder, line: Line, at: tuple[PlaceInOrder, Line] | None) -> PointPassedError:
         where = "the model has run to its end"
         if at is not None:
             where = f"the model came to {self._numbered(at[0])} for\n    {at[1]}"
@@ -288,7 +289,7 @@ class Stops:
             f"Ask in the model's order{capture}"
         )
 
-    def _never(self, place: Place, line: Line, at: tuple[Place, Line] | None) -> PointNeverCameError:
+    def _never(self, place: PlaceInOrder, line: Line, at: tuple[PlaceInOrder, Line] | None) -> PointNeverCameError:
         after = (
             " in this run\n" if at is None else f" after {self._numbered(at[0])}, which was asked for in\n    {at[1]}\n"
         )
@@ -299,7 +300,7 @@ class Stops:
             + "A block may have been skipped, or this input takes another way through the model"
         )
 
-    def _numbered(self, place: Place) -> str:
+    def _numbered(self, place: PlaceInOrder) -> str:
         if place.order < 0:
             return place.name
         about = "" if place.name in self._wiring.points else "near "
@@ -307,7 +308,7 @@ class Stops:
 
     # Attaching.
 
-    def _attach(self, asked: Asked, near: Place | None) -> None:
+    def _attach(self, asked: Asked, near: PlaceInOrder | None) -> None:
         """Listens to what is asked for, and where it may have passed, also to what would show that."""
         if isinstance(asked, HookPoint):
             if asked not in self._points:
@@ -418,7 +419,7 @@ class Stops:
         """Called where one forward pass of several ends: what is still waited for never came."""
         if self._waiting is not None:
             _, _, line = self._waiting
-            self._waiting = (("", ""), Place("the end of the step", None, -1), line)
+            self._waiting = (("", ""), PlaceInOrder("the end of the step", None, -1), line)
             self._stop_at(None)
         self.detach()
 

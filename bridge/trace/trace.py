@@ -1,11 +1,34 @@
-"""`Trace`: one forward pass, in step with the body of a ``with`` statement."""
+"""`Trace`: one forward pass, in step with the body of a ``with`` statement.
+
+What comes in is a run, and a body of ordinary Python that asks for activations by name,
+``run["blocks.3.hook_resid_post"]``. What the body is given are the activations themselves, not promises of them: it
+may print, branch and compute on them, and what it writes into one the model goes on with. What goes out is what the
+run returns, when the block ends.
+
+1. *Begin* (`InStep.__enter__`). The pass is made ready, and what can be refused is refused. The model does not run
+   yet.
+2. *Ask* (`Trace.__getitem__` -> `Stops.reach`). A listener is attached where the body asks, and the model's side, a
+   greenlet, goes on until it comes there (`bridge.trace.coroutine`). Both sides take turns on one thread, each with
+   the context variables and torch modes of its own.
+3. *Stop.* The listener shows the body a copy, and waits. When the body asks for the next thing, or its block ends,
+   what it made of the copy takes the activation's place, by the rules of any hook.
+4. *End* (`InStep.__exit__`). The model runs to its end; or, where the body raised, is left where it is. All that was
+   attached is taken away.
+
+The order of asking is that of the model: what it has passed cannot be had any more, and the error says where it was
+and where the body asked (`bridge.trace.stops`). A generation is traced likewise, step by step
+(`bridge.trace.generation`), and a body can be made into hooks that need no trace (`bridge.trace.edit`).
+
+Refused: a second use of one trace, points in layers that do not run, blocks that backward computes again. Not known
+here: taps and torch hooks, beyond what `Wiring` offers to open for hooks that come while the model runs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Protocol, Self
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +38,18 @@ from adapters.inputs import takes
 from adapters.points import module_at
 from bridge.hooks.context import CURRENT, OpenTrace, Scope, closed, opened
 from bridge.hooks.hooks import HookPoint
-from bridge.run.inputs import Inputs, Request, check_arguments
-from bridge.run.layer_range import Given, bypassing
+from bridge.run.inputs import Inputs, Request, RunnableBridge, check_arguments
+from bridge.run.layer_range import GivenOutput, bypassing
 from bridge.run.run import PreparedPass, checked_layers, points_that_run, refuse_unreached_points
-from bridge.trace.access import Access, TraceableBridge
+from bridge.trace.access import Access
 from bridge.trace.coroutine import Coroutine, LateEditError, PointNeverCameError, PointPassedError
+from bridge.trace.edit import BodyActivations
 from bridge.trace.stops import ModelOrder, Stop, Stops
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The ``with`` statement whose body runs in step with a piece of work that the model does.
-# ----------------------------------------------------------------------------------------------------------------------
+_ALL = (None, None)
+
+
+_OURS = ("prepend_bos", "padding_side", "attention_mask", "start_at_layer", "stop_at_layer", "capture")
 
 
 class InStep:
@@ -43,7 +68,7 @@ class InStep:
     #: Why it cannot be entered twice.
     once: str
 
-    def __init__(self, bridge: TraceableBridge, places: ModelOrder, captured: Sequence[HookPoint] = ()) -> None:
+    def __init__(self, bridge: RunnableBridge, places: ModelOrder, captured: Sequence[HookPoint] = ()) -> None:
         self.scope = Scope(of_one_run=True)
         self.stops = Stops(bridge.wiring, self.scope, places, captured)
         self._stack: ExitStack | None = None
@@ -129,77 +154,6 @@ def explain(error: BaseException, traceback: TracebackType | None) -> None:
         traceback.tb_next = None
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# One prompt of several in a trace.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-class HasActivations(Protocol):
-    """A trace.
-
-    Attributes:
-        logits: ``[batch, pos, d_vocab]``.
-        tokens: ``[batch, pos]``.
-    """
-
-    @property
-    def logits(self) -> Tensor: ...
-    @property
-    def tokens(self) -> Tensor | None: ...
-    def __getitem__(self, name: str) -> Tensor: ...
-    def axes_of(self, name: str) -> list[str]:
-        """The names of the axes of an activation."""
-
-
-class Rows:
-    """One prompt's part of every activation: a view of it, so that the model sees what is changed in it.
-
-    Args:
-        run: the trace.
-        index: which prompt.
-        start, stop: where its tokens stand.
-        length: of all rows.
-    """
-
-    def __init__(self, run: HasActivations, index: int, start: int, stop: int, length: int) -> None:
-        self._run, self._index = run, index
-        self._start, self._stop, self._length = start, stop, length
-
-    def __getitem__(self, name: str) -> Tensor:
-        """The prompt's activation, with a batch axis of one, and without padding."""
-        return self._part(self._run[name], self._run.axes_of(name))
-
-    def __setitem__(self, name: str, value: Tensor | float) -> None:
-        """Writes to it; what `value` is spread over is the prompt's own part."""
-        part = self[name]
-        if value is not part:
-            part[...] = value
-
-    @property
-    def logits(self) -> Tensor:
-        """The prompt's logits, ``[1, pos, d_vocab]``."""
-        return self._part(self._run.logits, ["batch", "pos", "d_vocab"])
-
-    @property
-    def tokens(self) -> Tensor | None:
-        """The prompt's tokens, ``[1, pos]``."""
-        tokens = self._run.tokens
-        return None if tokens is None else self._part(tokens, ["batch", "pos"])
-
-    def _part(self, x: Tensor, axes: list[str]) -> Tensor:
-        if axes[0] != "batch":
-            raise ValueError(f"an activation with the axes {' '.join(axes)} has no rows of prompts")
-        part = x[self._index : self._index + 1]
-        for axis, name in enumerate(axes):
-            if name in ("pos", "key_pos", "encoder_pos", "encoder_key_pos") and x.shape[axis] == self._length:
-                part = part.narrow(axis, self._start, self._stop - self._start)
-        return part
-
-
-_ALL = (None, None)
-_OURS = ("prepend_bos", "padding_side", "attention_mask", "start_at_layer", "stop_at_layer", "capture")
-
-
 class Trace(InStep, Access):
     """A run of the model that waits where the body of a ``with`` statement asks for something.
 
@@ -212,7 +166,7 @@ class Trace(InStep, Access):
 
     def __init__(
         self,
-        bridge: TraceableBridge,
+        bridge: RunnableBridge,
         places: ModelOrder,
         asked: Request,
         capture: Sequence[str] = (),
@@ -230,7 +184,7 @@ class Trace(InStep, Access):
         self._is_ready = False
         self._output: Any = None
         self._inputs: Inputs | None = None
-        self._left_out: dict[str, Given] = {}
+        self._left_out: dict[str, GivenOutput] = {}
 
     # The block.
 
@@ -239,15 +193,12 @@ class Trace(InStep, Access):
     def _begin(self, coroutine: Coroutine) -> None:
         refuse_checkpointing(self.bridge)
         self._begun_in = CURRENT.get()
-        self.stops.listen_to_captured()
-        coroutine.run_in_context(self._get_ready)  # what can be refused is refused here
-        self._show(self.bridge.names, self)
-
-    def _get_ready(self) -> None:
-        """All up to the call of the model, in its context."""
+        if self.stops.captured:
+            self.stops.listen_to_captured()
         assert self._pass is not None
-        self._inputs = self._pass.__enter__().inputs
+        self._inputs = coroutine.run_in_context(self._pass.__enter__).inputs  # what can be refused is refused here
         self._is_ready = True
+        self._show(self.bridge.names, self)
 
     def _work(self) -> None:
         """The model's side."""
@@ -395,7 +346,7 @@ class Trace(InStep, Access):
             if inside and (hook in self.stops.captured or hook.has_visible_listeners):
                 raise ValueError(f"{path} cannot be skipped: {hook.name}, which is captured or has a hook, is in it")
         assert self._pass is not None
-        run, given = self._pass.run, Given(value)
+        run, given = self._pass.run, GivenOutput(value)
         self._left_out[path] = given
         self._until_the_end().enter_context(bypassing(run, [module], None, 1))
         run.entering[module] = given
@@ -419,7 +370,7 @@ class Trace(InStep, Access):
             "second]) as run: run.rows(0)[...] is the first one's part, run.rows(1)[...] the second's"
         )
 
-    def rows(self, index: int) -> Rows:
+    def rows(self, index: int) -> PromptRows:
         """One prompt of several: its part of every activation, without the padding of its row.
 
         Args:
@@ -436,7 +387,7 @@ class Trace(InStep, Access):
         start, stop = (0, length) if pieces is None else pieces[index]
         if start < 0:
             raise ValueError(f"the tokens of prompt {index} have padding between them, so it is no one piece")
-        return Rows(self, index, start, stop, length)
+        return PromptRows(self, index, start, stop, length)
 
     def _all_rows(self) -> tuple[int, int, list[tuple[int, int]] | None]:
         """How many prompts there are, their length, and where in it their own tokens stand; None: everywhere.
@@ -494,15 +445,7 @@ class Trace(InStep, Access):
             raise ValueError(f"{name} does not run with {said}")
 
 
-def _piece(mask: Tensor) -> tuple[int, int]:
-    """Where the tokens of a row stand; (-1, -1) where they are in several pieces."""
-    places = mask.nonzero().flatten().tolist()
-    if not places or places[-1] - places[0] + 1 != len(places):
-        return (-1, -1)
-    return places[0], places[-1] + 1
-
-
-def refuse_checkpointing(bridge: TraceableBridge) -> None:
+def refuse_checkpointing(bridge: RunnableBridge) -> None:
     """Refuses a run whose blocks backward would compute again, without the body of the trace.
 
     Raises:
@@ -513,3 +456,61 @@ def refuse_checkpointing(bridge: TraceableBridge) -> None:
             "activation checkpointing computes blocks again in backward, where nobody runs the body of a trace: use "
             "hooks (bridge.trace_edit makes them of a body), or switch it off"
         )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One prompt of several in a trace.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class PromptRows(BodyActivations):
+    """One prompt's part of every activation: a view of it, so that the model sees what is changed in it.
+
+    Args:
+        run: the trace.
+        index: which prompt.
+        start, stop: where its tokens stand.
+        length: of all rows.
+    """
+
+    def __init__(self, run: Trace, index: int, start: int, stop: int, length: int) -> None:
+        self._run, self._index = run, index
+        self._start, self._stop, self._length = start, stop, length
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The prompt's activation, with a batch axis of one, and without padding."""
+        return self._part(self._run[name], self._run.axes_of(name))
+
+    def __setitem__(self, name: str, value: Tensor | float) -> None:
+        """Writes to it; what `value` is spread over is the prompt's own part."""
+        part = self[name]
+        if value is not part:
+            part[...] = value
+
+    @property
+    def logits(self) -> Tensor:
+        """The prompt's logits, ``[1, pos, d_vocab]``."""
+        return self._part(self._run.logits, ["batch", "pos", "d_vocab"])
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """The prompt's tokens, ``[1, pos]``."""
+        tokens = self._run.tokens
+        return None if tokens is None else self._part(tokens, ["batch", "pos"])
+
+    def _part(self, x: Tensor, axes: list[str]) -> Tensor:
+        if axes[0] != "batch":
+            raise ValueError(f"an activation with the axes {' '.join(axes)} has no rows of prompts")
+        part = x[self._index : self._index + 1]
+        for axis, name in enumerate(axes):
+            if name in ("pos", "key_pos", "encoder_pos", "encoder_key_pos") and x.shape[axis] == self._length:
+                part = part.narrow(axis, self._start, self._stop - self._start)
+        return part
+
+
+def _piece(mask: Tensor) -> tuple[int, int]:
+    """Where the tokens of a row stand; (-1, -1) where they are in several pieces."""
+    places = mask.nonzero().flatten().tolist()
+    if not places or places[-1] - places[0] + 1 != len(places):
+        return (-1, -1)
+    return places[0], places[-1] + 1

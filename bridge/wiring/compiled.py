@@ -6,15 +6,13 @@ direct call the model's own call does, through two torch hooks that are there wh
 
 from __future__ import annotations
 
-import copy
 import functools
 import sys
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +20,10 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils.hooks import RemovableHandle
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
-from bridge.hooks.context import CURRENT, ForwardPass, RunContext, Scope, SourceSite, recomputation_frame
-from bridge.hooks.modules import Finder
-from bridge.taps.tap import noop_hook
+from bridge.hooks.context import CURRENT, ForwardPass, RunContext, SourceSite, recomputation_frame
+from bridge.hooks.hooks import AttachesListeners
+from bridge.hooks.modules import Finder, NotCopied, itself
+from bridge.taps.taps import noop_hook
 from bridge.wiring.reading_plan import ReadingHook
 from bridge.wiring.site import SiteHook
 
@@ -95,7 +94,7 @@ def is_compiled(model: nn.Module) -> bool:
     return False
 
 
-class ForcedEager:
+class ForcedEager(NotCopied):
     """Wraps a model's forward while hooks are attached, so that no compiled code runs in its place.
 
     Code that ``torch.compile`` made of the model before checks that the model's forward is where it was; what is
@@ -114,15 +113,8 @@ class ForcedEager:
         self._shares: ForcedEager | None = None
         self._users = 0
 
-    # A copy of the model that is made meanwhile has the model's own forward.
-    def __reduce__(self) -> tuple[object, ...]:
-        return getattr, (self._module, "forward")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if self._own is not None:
-            return copy.deepcopy(self._own, memo)
-        assert self._module is not None
-        return types.MethodType(type(self._module).forward, copy.deepcopy(self._module, memo))
+    def left_in_copy(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return (itself, (self._own,)) if self._own is not None else (getattr, (self._module, "forward"))
 
     def attach(self) -> None:
         """Puts it there, unless that of another bridge around the model is there already."""
@@ -242,26 +234,6 @@ def _call(model: nn.Module, function: Callable[..., Any], args: tuple[object, ..
 _NAME = "_gradient_checkpointing_func"
 
 
-class AttachesScopes(Protocol):
-    """What attaches the hooks of a scope, also after its ``with`` statement has ended.
-
-    Attributes:
-        changes: how often a hook was added or removed that belongs to no scope.
-    """
-
-    changes: int
-
-    @property
-    def model(self) -> nn.Module:
-        """The model."""
-
-    def attach_scope(self, scope: Scope) -> None:
-        """Attaches its hooks, if they are not attached already."""
-
-    def detach_scope(self, scope: Scope) -> None:
-        """The reverse, once nobody needs them any more."""
-
-
 class CheckpointedBlocks:
     """The modules that may be computed again.
 
@@ -270,7 +242,7 @@ class CheckpointedBlocks:
         attaches: attaches hooks.
     """
 
-    def __init__(self, modules: Sequence[Finder], attaches: AttachesScopes | None = None) -> None:
+    def __init__(self, modules: Sequence[Finder], attaches: AttachesListeners | None = None) -> None:
         #: By the path that leads to several of them, with their names there: to find each anew from the model took
         #: longer than a hook.
         self._inside: dict[str, list[tuple[str, Finder]]] = {}
@@ -282,30 +254,26 @@ class CheckpointedBlocks:
 
     def prepare(self) -> None:
         """Puts our function before the model's own, where checkpointing is switched on."""
-        for finder, module, own in self._found():
-            if isinstance(own, _CheckpointFunction) or not (module.training and module.gradient_checkpointing):
-                continue
-            if finder.call is not None:
-                raise RuntimeError(
-                    f"{'.'.join(finder.parts)} is several blocks, and backward would compute them again (activation "
-                    "checkpointing) in an order in which nothing tells them apart: switch checkpointing off"
-                )
-            assert self._attaches is not None
-            module.__dict__[_NAME] = _CheckpointFunction(own, ".".join(finder.parts), self._attaches)
-            self._prepared.append(module)
-
-    def _found(self) -> Iterator[tuple[Finder, nn.Module, Callable[..., Any]]]:
-        """The modules there that have a checkpointing function, and it: asked in each step of a generation."""
-        for path, finders in self._inside.items():
-            holder = Finder(finders[0][1].root, path).module
-            inside = holder._modules
+        for path, finders in self._inside.items():  # asked in each step of a generation
+            inside = Finder(finders[0][1].root, path).module._modules
             for name, finder in finders:
                 module = inside.get(name)
                 if module is None:
                     module = finder.module
                 own = module.__dict__.get(_NAME)
-                if own is not None:
-                    yield finder, module, own
+                if own is None or isinstance(own, _CheckpointFunction):
+                    continue
+                if not (module.training and module.gradient_checkpointing):
+                    continue
+                if finder.call is not None:
+                    raise RuntimeError(
+                        f"{'.'.join(finder.parts)} is several blocks, and backward would compute them again "
+                        "(activation checkpointing) in an order in which nothing tells them apart: switch "
+                        "checkpointing off"
+                    )
+                assert self._attaches is not None
+                module.__dict__[_NAME] = _CheckpointFunction(own, finder, self._attaches)
+                self._prepared.append(module)
 
     def release(self) -> None:
         """Takes it back."""
@@ -316,44 +284,39 @@ class CheckpointedBlocks:
         self._prepared.clear()
 
 
-class _CheckpointFunction:
+class _CheckpointFunction(NotCopied):
     """Wraps the checkpointing function of one module.
 
     Args:
         own: the module's own.
-        path: the module's path.
+        find: finds the module.
         attaches: attaches hooks.
     """
 
-    def __init__(self, own: Callable[..., Any], path: str, attaches: AttachesScopes) -> None:
-        self.own, self._path, self._attaches = own, path, attaches
+    def __init__(self, own: Callable[..., Any], find: Finder, attaches: AttachesListeners) -> None:
+        self.own, self._find, self._attaches = own, find, attaches
 
-    # A copy of the model that is made meanwhile has the module's own function.
-    def __reduce__(self) -> str | tuple[object, ...]:
-        return _itself, (self.own,)
+    def left_in_copy(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return itself, (self.own,)
 
     def __call__(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
-        return self.own(_BlockWithHooks(function, self._path, self._attaches), *args, **kwargs)
-
-
-def _itself(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
+        return self.own(_BlockWithHooks(function, self._find, self._attaches), *args, **kwargs)
 
 
 class _BlockWithHooks:
     """A function that computes a block, and which hooks it was computed with first."""
 
-    def __init__(self, function: Callable[..., Any], path: str, attaches: AttachesScopes) -> None:
+    def __init__(self, function: Callable[..., Any], find: Finder, attaches: AttachesListeners) -> None:
         context = CURRENT.get()
-        self._function, self._path, self._attaches = function, path, attaches
-        self._model = attaches.model  # hooks find its modules, also where nobody holds more of it than a loss
+        self._function, self._path, self._attaches = function, ".".join(find.parts), attaches
+        self._model = find.root  # hooks find its modules, also where nobody holds more of it than a loss
         self._shared = context.shared
         for scope in self._shared:
             if scope is not None:
                 scope.recomputed = True
         self._changes = attaches.changes
         # The block's own input, which is outside of what is computed again.
-        self._sources = {} if context.run is None else _sources_outside(context.run, path)
+        self._sources = {} if context.run is None else _sources_outside(context.run, self._path)
         self._ran = False
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
@@ -395,7 +358,7 @@ def _sources_outside(run: ForwardPass, path: str) -> dict[SourceSite, tuple[nn.M
     return {hook: seen for hook, seen in run.sources.items() if hook.site.path == path}
 
 
-class PassBoundary:
+class PassBoundary(NotCopied):
     """The torch hooks that open and end a pass.
 
     Args:
@@ -408,23 +371,16 @@ class PassBoundary:
 
     def __init__(
         self,
-        modules: Sequence[Finder],
-        blocks: CheckpointedBlocks,
+        modules: Sequence[Finder] = (),
+        blocks: CheckpointedBlocks | None = None,
         forced_eager: ForcedEager | None = None,
         check: Callable[[], None] | None = None,
         unseen: Callable[[], bool] | None = None,
     ) -> None:
         self._modules = modules
         self._forced_eager, self._check, self._unseen = forced_eager, check, unseen
-        self._blocks = blocks
+        self._blocks = CheckpointedBlocks(()) if blocks is None else blocks
         self._handles: list[RemovableHandle] = []
-
-    # A copy of a model that has hooks attached carries inert ones: hooks belong to one bridge.
-    def __reduce__(self) -> tuple[object, ...]:
-        return PassBoundary, ((), CheckpointedBlocks(()))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PassBoundary:
-        return PassBoundary((), CheckpointedBlocks(()))
 
     def attach(self) -> None:
         """Begins to watch."""

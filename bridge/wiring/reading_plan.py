@@ -17,11 +17,11 @@ from adapters.points import call_number, missing_module_message
 from adapters.views import Args, Kwargs
 from bridge.hooks.context import CURRENT, Scope
 from bridge.hooks.hooks import HookPoint
-from bridge.hooks.modules import argument, element_of
+from bridge.hooks.modules import NotCopied, argument, element_of
 from bridge.wiring.site import OwnedHook, SiteHook, add_all, remove_all
 
 
-class Place:
+class ReadSite:
     """One site that is read: its module, and the hook points that stand there.
 
     Attributes:
@@ -51,32 +51,23 @@ class Place:
 
 
 #: What is called with what passed a place: it, the tensor, and the call: module, args, kwargs.
-Keep = Callable[[Place, Tensor, nn.Module, Args, Kwargs], None]
-
-
-class _Reading:
-    """One run that reads: who is given what passed, and the scope that the run sees."""
-
-    __slots__ = ("keep", "scope")
-
-    def __init__(self, keep: Keep, scope: Scope | None) -> None:
-        self.keep, self.scope = keep, scope
+Keep = Callable[[ReadSite, Tensor, nn.Module, Args, Kwargs], None]
 
 
 class _Turn:
     """Whose turn it is to use the hooks of all places.
 
     Attributes:
-        reading: the run that uses them now; None: no run does.
+        reading: who is given what passes now, and the scope that the run sees; None: no run uses them.
     """
 
     __slots__ = ("reading",)
 
     def __init__(self) -> None:
-        self.reading: _Reading | None = None
+        self.reading: tuple[Keep, Scope | None] | None = None
 
 
-class ReadingHook:
+class ReadingHook(NotCopied):
     """The torch hook at one place. Runs use it one after the other.
 
     Args:
@@ -86,42 +77,31 @@ class ReadingHook:
 
     __slots__ = ("place", "turn")
 
-    def __init__(self, place: Place | None, turn: _Turn) -> None:
+    def __init__(self, place: ReadSite | None = None, turn: _Turn | None = None) -> None:
         if place is not None:
-            self.place: Place = place
-        self.turn = turn
-
-    # A copy of the model that is made meanwhile carries inert ones.
-    def __reduce__(self) -> tuple[object, ...]:
-        return _inert, ()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ReadingHook:
-        return _inert()
+            self.place: ReadSite = place
+        self.turn = _Turn() if turn is None else turn
 
     def on_output(self, module: nn.Module, args: Args, output: Any) -> None:
         """The forward hook."""
         reading, context = self.turn.reading, CURRENT.get()
-        if reading is None or reading.scope not in context.visible:
+        if reading is None or reading[1] not in context.visible:
             return  # another thread's run, which may also have ended by now
         place = self.place
         if place.call is None or (context.run is not None and context.run.is_call(module, place.call)):
             x = output if isinstance(output, Tensor) else element_of(output, int(place.key or 0))
-            reading.keep(place, x, module, args, {})
+            reading[0](place, x, module, args, {})
 
     def on_input(self, module: nn.Module, args: Args, kwargs: Kwargs | None = None) -> None:
         """The forward pre-hook."""
         reading, context = self.turn.reading, CURRENT.get()
-        if reading is None or reading.scope not in context.visible:
+        if reading is None or reading[1] not in context.visible:
             return
         place = self.place
         if place.call is None or (context.run is not None and context.run.is_call(module, place.call)):
             plain = place.key is None and args and isinstance(args[0], Tensor)
             x = args[0] if plain else argument(module, args, kwargs or {}, place.key)[0]
-            reading.keep(place, x, module, args, kwargs or {})
-
-
-def _inert() -> ReadingHook:
-    return ReadingHook(None, _Turn())
+            reading[0](place, x, module, args, kwargs or {})
 
 
 class ReadingPlan:
@@ -150,7 +130,7 @@ class ReadingPlan:
         #: The modules that led to the places, and what was in each. A plan keeps none of them alive.
         self._holders: dict[int, tuple[weakref.ref[nn.Module], list[int]]] = {}
         self._lasting = True
-        self._places = [Place(site, self._find(site), at[site]) for site in at]
+        self._places = [ReadSite(site, self._find(site), at[site]) for site in at]
         self._modules = [place.module for place in self._places]
         #: Hooks for all places that no run uses now: runs of several threads have some each.
         self._idle: list[tuple[_Turn, list[OwnedHook]]] = []
@@ -201,7 +181,7 @@ class ReadingPlan:
             turn, hooks = self._idle.pop()
         except IndexError:
             turn, hooks = self._new_hooks()
-        turn.reading = _Reading(keep, scope)
+        turn.reading = keep, scope
         try:
             add_all(modules, hooks)
             yield

@@ -4,183 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from adapters.imports import checkpointing_method
-from adapters.linear import materialized
 from adapters.points import Site, call_number, core_path, module_path
-from adapters.spread import Alike, Layout
 from adapters.views import Args, Call, Kwargs
-from bridge.hooks.context import CURRENT, ForwardPass
-from bridge.hooks.hooks import HookPoint, agreed_part
-from bridge.hooks.modules import Finder, argument, element_of, with_argument, with_element
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Torch hooks without handles: to make one and to remove with it takes longer than most of our hooks do.
-#
-# They stand in torch's own dictionaries, under the identity of their owner. No two owners have one while they live, and
-# the numbers that torch gives out are small.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-class OwnedHook(NamedTuple):
-    """A hook, for those who add and remove hundreds in each run.
-
-    Attributes:
-        owner: the identity of who adds it.
-        hook: the hook.
-        before: it is a forward pre-hook, which is given keyword arguments too.
-    """
-
-    owner: int
-    hook: Callable[..., Any]
-    before: bool
-
-
-def add_all(modules: Iterable[nn.Module], hooks: Iterable[OwnedHook]) -> None:
-    """Adds a hook to each of several modules.
-
-    Args:
-        modules: the modules.
-        hooks: for each module, its hook.
-    """
-    for module, (owner, hook, before) in zip(modules, hooks, strict=True):
-        if before:
-            module._forward_pre_hooks_with_kwargs[owner] = True
-            module._forward_pre_hooks[owner] = hook
-        else:
-            module._forward_hooks[owner] = hook
-
-
-def remove_all(modules: Iterable[nn.Module], hooks: Iterable[OwnedHook]) -> None:
-    """Removes what `add_all` added, where it is there.
-
-    Args:
-        modules, hooks: as for `add_all`.
-    """
-    for module, (owner, _, before) in zip(modules, hooks, strict=True):
-        if before:
-            module._forward_pre_hooks.pop(owner, None)
-            module._forward_pre_hooks_with_kwargs.pop(owner, None)
-        else:
-            module._forward_hooks.pop(owner, None)
-
-
-def add_pre_hook(module: nn.Module, owner: object, hook: Callable[..., Any]) -> None:
-    """Adds a forward pre-hook that is given keyword arguments too.
-
-    Args:
-        module: the module.
-        owner: who adds it: each adds one of a kind to a module.
-        hook: the hook.
-    """
-    module._forward_pre_hooks_with_kwargs[id(owner)] = True
-    module._forward_pre_hooks[id(owner)] = hook
-
-
-def add_forward_hook(module: nn.Module, owner: object, hook: Callable[..., Any]) -> None:
-    """Adds a forward hook.
-
-    Args:
-        module, owner, hook: as for `add_pre_hook`.
-    """
-    module._forward_hooks[id(owner)] = hook
-
-
-def remove_pre_hook(module: nn.Module, owner: object) -> None:
-    """Removes the forward pre-hook that an owner added, if it is there.
-
-    Args:
-        module, owner: as for `add_pre_hook`.
-    """
-    module._forward_pre_hooks.pop(id(owner), None)
-    module._forward_pre_hooks_with_kwargs.pop(id(owner), None)
-
-
-def remove_forward_hook(module: nn.Module, owner: object) -> None:
-    """Removes the forward hook that an owner added, if it is there.
-
-    Args:
-        module, owner: as for `add_pre_hook`.
-    """
-    module._forward_hooks.pop(id(owner), None)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What a gradient at the norm before attention means in HookedTransformer, which runs that norm three times.
-#
-# Queries, keys and values each read a norm of their own there, so a gradient hook on it sees three gradients, one after
-# the other. A Hugging Face model runs the norm once. While somebody asks for such gradients
-# (`Point.separate_consumers` names the readers), each reader is given a copy of its own; nobody else pays for it.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-class CopyProvider(Protocol):
-    """What a site's torch hook offers here.
-
-    Attributes:
-        readers: the hook points that may be given a copy of their own.
-    """
-
-    readers: tuple[HookPoint, ...]
-
-    def update(self) -> None:
-        """Attaches or detaches the torch hook, as it is needed now."""
-
-
-def separate_readers(points: Iterable[HookPoint]) -> tuple[str, ...]:
-    """The points that read this site one by one, when the present code asks for gradients here."""
-    context = CURRENT.get()
-    for point in points:
-        if point.point.separate_consumers:
-            for listener in point.listeners:
-                if listener.kind in ("bwd", "edge") and listener.scope in context.visible:
-                    return point.point.separate_consumers
-    return ()
-
-
-def read_separately(readers: tuple[str, ...], run: ForwardPass, compute: Callable[[], Tensor]) -> Tensor:
-    """Computes the tensor once for each reader, in HookedTransformer's order, so that gradients arrive in its order."""
-    copies = {reader: compute() for reader in readers}
-    run.separate.update(copies)
-    return copies[readers[0]]
-
-
-def give_own_copy(reader: HookPoint, site: Site, run: ForwardPass, x: Tensor, call: Call) -> Tensor:
-    """Gives a reader its copy: at its projection's input, or for its part of a fused projection's output."""
-    entered = run.separate.pop(reader.name, None)
-    if entered is None:
-        return x
-    if site.kind == "input":
-        return entered
-    return reader.view.put(x, reader.view.get(call.module.forward(entered), call), call)
-
-
-class SeparateReading:
-    """A reader's claim to a copy of its own, until it is removed.
-
-    Args:
-        claims: the torch hook that hands it over.
-        reader: the reader.
-    """
-
-    def __init__(self, claims: CopyProvider, reader: HookPoint) -> None:
-        self._claims, self._reader = claims, reader
-        claims.readers = (*claims.readers, reader)
-        claims.update()
-
-    def remove(self) -> None:
-        """Gives the claim up."""
-        readers = list(self._claims.readers)
-        readers.remove(self._reader)
-        self._claims.readers = tuple(readers)
-        self._claims.update()
-
+from bridge.hooks.context import CURRENT, ForwardPass, SourceSite
+from bridge.hooks.hooks import HookPoint
+from bridge.hooks.modules import Finder, NotCopied, argument, element_of, with_argument, with_element
+from bridge.sharing import SharedTensor
 
 #: For views that do not look at the call.
 _NO_CALL = Call(nn.Identity(), (), {})
@@ -233,7 +69,7 @@ class SiteHandler:
         return None if new is x else with_element(output, place, new)
 
 
-class SiteHook(SiteHandler):
+class SiteHook(SiteHandler, SourceSite, NotCopied):
     """The torch hook on one site: there while somebody needs it.
 
     Args:
@@ -263,12 +99,8 @@ class SiteHook(SiteHandler):
         self.attached_to: nn.Module | None = None
         self._last_writer = -1
 
-    # A copy of a model that has hooks attached carries inert ones: hooks belong to one bridge.
-    def __reduce__(self) -> tuple[Any, ...]:
+    def left_in_copy(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return SiteHook, (self.site,)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SiteHook:
-        return SiteHook(self.site)
 
     @property
     def module(self) -> nn.Module | None:
@@ -299,21 +131,24 @@ class SiteHook(SiteHandler):
             self._last_writer = -1
             self.update()
 
+    def watch(self, by: int) -> None:
+        """One more (or less) who needs the tensor elsewhere."""
+        self.watchers += by
+        self.update()
+
     def update(self) -> None:
         """Attaches or detaches the torch hook, as it is needed now."""
+        before = self.site.kind == "input"
+        hooks = (OwnedHook(id(self), self.on_input if before else self.on_output, before),)
         if not (self.points or self.watchers or self.readers):
             if self.attached_to is not None:
-                remove = remove_pre_hook if self.site.kind == "input" else remove_forward_hook
-                remove(self.attached_to, self)
+                remove_all((self.attached_to,), hooks)
                 del self._attached[self]
             self.attached_to = None
         elif self.attached_to is None and self._find is not None:
             module = self.attached_to = self._find.module
             self._attached[self] = None
-            if self.site.kind == "input":
-                add_pre_hook(module, self, self.on_input)
-            else:
-                add_forward_hook(module, self, self.on_output)
+            add_all((module,), hooks)
 
     @property
     def is_in_place(self) -> bool:
@@ -402,54 +237,140 @@ class SiteHook(SiteHandler):
         return run.is_call(module, number)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The torch hook at a site of a model that several processes share.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 class SharedSite(SiteHook):
     """Shows the whole of a tensor of which each process has a part, and cuts again what hooks make of it.
 
     Args:
         site, find, attached: as for `SiteHook`.
-        layout: how the model is spread.
+        shared: how its tensor is shared.
     """
 
-    __slots__ = ("_cut", "_given", "_layout", "reads_plainly")
+    __slots__ = ("_shared", "reads_plainly")
 
-    def __init__(self, site: Site, find: Finder, attached: dict[SiteHook, None], layout: Layout) -> None:
+    def __init__(self, site: Site, find: Finder, attached: dict[SiteHook, None], shared: SharedTensor) -> None:
         super().__init__(site, find, attached)
-        self._cut = layout.cut(site)
-        inside = module_path(site.path) in layout.styles
-        given = layout.cut(Site(site.path, "input")) if inside else None
-        self._given = None if isinstance(given, Alike) else given
-        self._layout = layout
-        self.reads_plainly = isinstance(self._cut, Alike) and not inside
+        self._shared, self.reads_plainly = shared, shared.is_plain
 
     def see(self, x: Tensor, module: nn.Module, args: Args, kwargs: Kwargs) -> Tensor:
         """Runs the points in turn, on the whole."""
         active = [point for point in self.points if point.has_visible_listeners]
         if not (active or self.watchers or self.readers):
             return x
-        self._layout.check_in_place(self.site.path, module)
+        self._shared.check_in_place(module)
         # What is read separately, and some views, are computed from the module and its input.
         if self.readers or any(point.view.contextual for point in active):
-            module = _whole(module)
-            args = (self._given.whole(args[0]), *args[1:]) if self._given is not None and args else args
+            module, args = self._shared.whole_call(module, args)
         see = super().see
-        assert self._cut is not None
-        return agreed_part(x, self._cut, active, lambda all_: see(all_, module, args, kwargs))
+        return self._shared.agreed(x, active, lambda everything: see(everything, module, args, kwargs))
 
 
-def _whole(module: nn.Module) -> nn.Module:
-    """A linear layer with its weights put together; any other module as it is."""
-    if type(module) is not nn.Linear or not isinstance(module.weight, DTensor):
-        return module
-    new = nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
-    for name in dict(new.named_parameters()):
-        del new._parameters[name]
-        new.__dict__[name] = materialized(module, name)  # no parameter: gradients go on to the module's own
-    return new
+# ----------------------------------------------------------------------------------------------------------------------
+# Torch hooks without handles: to make one and to remove with it takes longer than most of our hooks do.
+#
+# They stand in torch's own dictionaries, under the identity of their owner. No two owners have one while they live, and
+# the numbers that torch gives out are small.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class OwnedHook(NamedTuple):
+    """A hook of ours at one module.
+
+    Attributes:
+        owner: the identity of who adds it.
+        hook: the hook.
+        before: it is a forward pre-hook, which is given keyword arguments too.
+    """
+
+    owner: int
+    hook: Callable[..., Any]
+    before: bool
+
+
+def add_all(modules: Iterable[nn.Module], hooks: Iterable[OwnedHook]) -> None:
+    """Adds a hook to each of several modules.
+
+    Args:
+        modules: the modules.
+        hooks: for each module, its hook.
+    """
+    for module, (owner, hook, before) in zip(modules, hooks, strict=True):
+        if before:
+            module._forward_pre_hooks_with_kwargs[owner] = True
+            module._forward_pre_hooks[owner] = hook
+        else:
+            module._forward_hooks[owner] = hook
+
+
+def remove_all(modules: Iterable[nn.Module], hooks: Iterable[OwnedHook]) -> None:
+    """Removes what `add_all` added, where it is there.
+
+    Args:
+        modules, hooks: as for `add_all`.
+    """
+    for module, (owner, _, before) in zip(modules, hooks, strict=True):
+        if before:
+            module._forward_pre_hooks.pop(owner, None)
+            module._forward_pre_hooks_with_kwargs.pop(owner, None)
+        else:
+            module._forward_hooks.pop(owner, None)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a gradient at the norm before attention means in HookedTransformer, which runs that norm three times.
+#
+# Queries, keys and values each read a norm of their own there, so a gradient hook on it sees three gradients, one after
+# the other. A Hugging Face model runs the norm once. While somebody asks for such gradients
+# (`Point.separate_consumers` names the readers), each reader is given a copy of its own; nobody else pays for it.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def separate_readers(points: Iterable[HookPoint]) -> tuple[str, ...]:
+    """The points that read this site one by one, when the present code asks for gradients here."""
+    context = CURRENT.get()
+    for point in points:
+        if point.point.separate_consumers:
+            for listener in point.listeners:
+                if listener.kind in ("bwd", "edge") and listener.scope in context.visible:
+                    return point.point.separate_consumers
+    return ()
+
+
+def read_separately(readers: tuple[str, ...], run: ForwardPass, compute: Callable[[], Tensor]) -> Tensor:
+    """Computes the tensor once for each reader, in HookedTransformer's order, so that gradients arrive in its order."""
+    copies = {reader: compute() for reader in readers}
+    run.separate.update(copies)
+    return copies[readers[0]]
+
+
+def give_own_copy(reader: HookPoint, site: Site, run: ForwardPass, x: Tensor, call: Call) -> Tensor:
+    """Gives a reader its copy: at its projection's input, or for its part of a fused projection's output."""
+    entered = run.separate.pop(reader.name, None)
+    if entered is None:
+        return x
+    if site.kind == "input":
+        return entered
+    return reader.view.put(x, reader.view.get(call.module.forward(entered), call), call)
+
+
+class SeparateReading:
+    """A reader's claim to a copy of its own, until it is removed.
+
+    Args:
+        claims: the torch hook that hands it over.
+        reader: the reader.
+    """
+
+    def __init__(self, claims: SiteHook, reader: HookPoint) -> None:
+        self._claims, self._reader = claims, reader
+        claims.readers = (*claims.readers, reader)
+        claims.update()
+
+    def remove(self) -> None:
+        """Gives the claim up."""
+        readers = list(self._claims.readers)
+        readers.remove(self._reader)
+        self._claims.readers = tuple(readers)
+        self._claims.update()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -457,7 +378,7 @@ def _whole(module: nn.Module) -> nn.Module:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class CallCounter:
+class CallCounter(NotCopied):
     """Counts, in each pass, the calls of modules that run several times.
 
     Nothing is attached for a model that has none, or while nobody may listen.
@@ -472,13 +393,6 @@ class CallCounter:
         self._handles: list[RemovableHandle] = []
         self._users = 0
 
-    # A copy of a model that has hooks attached carries inert ones.
-    def __deepcopy__(self, memo: dict[int, object]) -> CallCounter:
-        return CallCounter()
-
-    def __reduce__(self) -> tuple[Callable[[], CallCounter], tuple[()]]:
-        return CallCounter, ()
-
     def add(self, root: nn.Module, paths: Iterable[str]) -> None:
         """Takes in the modules at paths that mean one of a module's calls."""
         for path in paths:
@@ -488,8 +402,6 @@ class CallCounter:
 
     def change(self, by: int) -> None:
         """One more (or less) who needs to know."""
-        if not self.modules:
-            return
         before, self._users = self._users, self._users + by
         if not before and self._users:
             assert self._core is not None

@@ -41,7 +41,7 @@ from adapters.config import ModelConfig
 from adapters.feed_forward import CHOICE
 from adapters.inputs import sample_inputs
 from adapters.norms import GEMMA_NORM, LAYER_NORM, NO_NORM, RMS_NORM, NormKind
-from adapters.observe.observe import Recorder
+from adapters.observe.observe import CallRecorder
 from adapters.points import has_module, join, module_path
 from adapters.proofs.evidence import Report
 from adapters.views import (
@@ -605,7 +605,7 @@ def mutations(model: PreTrainedModel) -> Iterator[Mutation]:
     """The changed declarations of a model; of one without an adapter, of what is inferred for it."""
     bridge = TransformerBridge(model)
     declared, cfg = bridge.architecture, bridge.cfg
-    with torch.no_grad(), Recorder(model.named_modules()) as recording:
+    with torch.no_grad(), CallRecorder(model.named_modules()) as recording:
         model(**sample_inputs(model))
     tensors = frozenset(path for path, found in recording.by_path.items() if isinstance(found[0].output, Tensor))
     dropouts = frozenset(path for path, m in model.named_modules() if isinstance(m, nn.Dropout))
@@ -623,7 +623,7 @@ def mutations(model: PreTrainedModel) -> Iterator[Mutation]:
 
 @contextmanager
 def declared_as(architecture: Architecture) -> Iterator[None]:
-    """Whatever is wrapped has this declaration."""
+    """Whatever is wrapped has this declaration, also one that no file could hold and no registry would take."""
     with (
         mock.patch.object(adapters.model, "declaration_for", return_value=architecture),
         mock.patch.object(adapters.model, "is_declared", return_value=True),

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from adapters import UnsupportedModelError
 from adapters.multihead import OpenMultiheadAttention, open_multihead
 from bridge import TransformerBridge
-from tests.other_classes.compared import TOKENS
-from tests.other_classes.parts import D_MODEL, D_VOCAB, N_HEADS, randomised
-from tests.other_classes.plain_modules import HundredLines, NanoGPT
-from tests.other_classes.torch_modules import EncoderLayersAfter, Multihead
+from tests.adapters.unknown_classes.compared import TOKENS
+from tests.adapters.unknown_classes.parts import D_MODEL, D_VOCAB, N_HEADS, randomised
+from tests.adapters.unknown_classes.plain_modules import HundredLines, NanoGPT
+from tests.adapters.unknown_classes.torch_modules import EncoderLayersAfter, Multihead
 from tests.tiny_models import tiny_model
 
 

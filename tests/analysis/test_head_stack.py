@@ -48,7 +48,7 @@ def test_with_gradients(bridge, tokens):
     with torch.enable_grad():
         _, cache = bridge.run_with_cache(tokens)
         for name in names:
-            cache._values[name] = cache[name].clone().requires_grad_()
+            cache.cache_dict[name] = cache[name].clone().requires_grad_()
         stack = cache.stack_head_results()
         gradients = torch.autograd.grad(stack.sum(), [cache[name] for name in names])
     for layer, gradient in enumerate(gradients):
@@ -70,7 +70,7 @@ def test_layers_of_other_shapes_are_stacked(tokens):
     bridge = TransformerBridge(tiny("llama"))
     _, cache = bridge.run_with_cache(tokens)
     expected = cache.stack_head_results()
-    cache._values["blocks.1.attn.hook_result"] = torch.einsum(
+    cache.cache_dict["blocks.1.attn.hook_result"] = torch.einsum(
         "bphd,hdm->bphm", cache["z", 1], bridge.blocks[1].attn.W_O
     ).double()
     assert cache.stack_head_results().dtype == torch.float64

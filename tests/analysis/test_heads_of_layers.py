@@ -7,7 +7,7 @@ from bridge import TransformerBridge
 from bridge.analysis.head_detector import detect_head
 from bridge.analysis.svd import SVDInterpreter
 from bridge.circuits import Graph
-from bridge.circuits.edge_runs import EdgeRun
+from bridge.circuits.edge_runs import run_with_edges_replaced
 from bridge.circuits.graph import written
 from tests.tiny_models import tiny_model
 
@@ -68,9 +68,8 @@ def test_every_edge_replaced_is_the_other_run(case):
     graph = Graph.of(bridge)
     assert [(layer.heads, layer.key_heads) for layer in graph.layers] == heads
     with torch.no_grad():
-        none, every = EdgeRun(
-            graph, bridge, written(graph, bridge, OTHERS).parts, torch.stack([~graph.exists, graph.exists])
-        ).logits(TOKENS)
+        sets = torch.stack([~graph.exists, graph.exists])
+        none, every = run_with_edges_replaced(graph, bridge, TOKENS, written(graph, bridge, OTHERS).parts, sets)
         torch.testing.assert_close(none, bridge(TOKENS), atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(every, bridge(OTHERS), atol=1e-4, rtol=1e-4)
 

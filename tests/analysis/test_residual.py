@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from adapters.linear import weight_in_out
 from bridge import ActivationCache, TransformerBridge
+from bridge.analysis.analysis import MissingActivationsError
 from bridge.analysis.decomposition import stream_at
 from bridge.analysis.logit_lens import head_contributions
-from bridge.analysis.requirements import MissingActivationsError
 from bridge.legacy import HookedTransformer
 from tests.analysis.models import CASES, EXPERTS, bridge_of
 

@@ -6,7 +6,7 @@ from jaxtyping import TypeCheckError
 
 from bridge import TransformerBridge
 from bridge.circuits import EdgeScores, Graph, edge_attribution, kl_divergence, logit_difference, mean_scores
-from bridge.circuits.edge_runs import EdgeRun
+from bridge.circuits.edge_runs import run_with_edges_replaced
 from bridge.circuits.graph import written
 from tests.analysis.models import bridge_of
 from tests.circuits.test_edges import FAMILIES
@@ -45,35 +45,44 @@ def test_eap(gpt2, graph, hand, clean, corrupted, metric, change):
     assert all(parameter.grad is None for parameter in gpt2.parameters()) and torch_hooks(gpt2.original_model) == 0
 
 
+def both(hand, clean, corrupted):
+    """What the senders write in both runs."""
+    found = []
+    with torch.no_grad():
+        for tokens in (clean, corrupted):
+            hand(tokens)
+            found.append(dict(hand.wrote))
+    return found
+
+
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("divergence", [False, True])
 def test_eap_ig_over_inputs(gpt2, graph, hand, clean, corrupted, metric, change, steps, divergence):
-    with torch.no_grad():
-        hand(clean)
-        start = hand.wrote["embed"]
-        hand(corrupted)
-        end = hand.wrote["embed"]
-        if divergence:
+    """Steps 0 to m - 1, as the benchmark's code takes them: the clean run is none of them."""
+    one, other = both(hand, clean, corrupted)
+    if divergence:
+        with torch.no_grad():
             metric = kl_divergence(gpt2(clean))
-    if divergence and steps == 1:
-        with pytest.raises(ValueError, match="gradient of the metric is zero"):
-            # With one step the only point is the clean run, the minimum.
-            edge_attribution(gpt2, clean, corrupted, lambda logits: metric(logits) * 0, steps=1)
-        return
     right = 0
-    for k in range(1, steps + 1):
-        point = end + k / steps * (start - end)
+    for k in range(steps):
+        point = other["embed"] + k / steps * (one["embed"] - other["embed"])
         right = right + by_hand(graph, change, gradients(hand, graph, clean, metric, embed=point)) / steps
     found = edge_attribution(gpt2, clean, corrupted, metric, "inputs", steps)
     torch.testing.assert_close(found.values, right, atol=1e-11, rtol=1e-9)
+    assert right.abs().max() > 1e-3
 
 
-def test_eap_ig_over_activations(gpt2, graph, hand, clean, corrupted, metric, change):
+def test_a_divergence_has_its_minimum_in_the_clean_run(gpt2, clean, corrupted):
     with torch.no_grad():
-        hand(clean)
-        one = dict(hand.wrote)
-        hand(corrupted)
-        other = dict(hand.wrote)
+        metric = kl_divergence(gpt2(clean))
+    with pytest.raises(ValueError, match="gradient of the metric is zero"):
+        edge_attribution(gpt2, clean, corrupted, lambda logits: metric(logits) * 0)
+
+
+@pytest.mark.parametrize("method", ["activations", "own_activations"])
+def test_eap_ig_over_activations(gpt2, graph, hand, clean, corrupted, metric, change, method):
+    """The benchmark's way: the gradients of all runs at all receivers, given to all senders; or to the part's own."""
+    one, other = both(hand, clean, corrupted)
     steps, right = 3, torch.zeros(graph.exists.shape, dtype=torch.float64)
     parts = [["embed"]]
     for layer in range(3):
@@ -82,9 +91,35 @@ def test_eap_ig_over_activations(gpt2, graph, hand, clean, corrupted, metric, ch
         for k in range(1, steps + 1):
             outputs = {name: other[name] + k / steps * (one[name] - other[name]) for name in part}
             where = {"embed": outputs["embed"]} if part == ["embed"] else {"outputs": outputs}
-            right += by_hand(graph, change, gradients(hand, graph, clean, metric, **where), part) / steps
-    found = edge_attribution(gpt2, clean, corrupted, metric, "activations", steps)
+            at = gradients(hand, graph, clean, metric, **where)
+            right += by_hand(graph, change, at, None if method == "activations" else part)
+    right /= steps * (len(parts) if method == "activations" else 1)
+    found = edge_attribution(gpt2, clean, corrupted, metric, method, steps)
     torch.testing.assert_close(found.values, right, atol=1e-11, rtol=1e-9)
+    assert right.abs().max() > 1e-3
+
+
+def test_nodes_are_attributed_by_the_gradient_at_what_they_write(gpt2, hand, clean, corrupted, metric, change):
+    loss = metric(hand(clean))
+    gradient = torch.autograd.grad(loss, list(hand.wrote.values()))
+    right = [float((one * other).sum()) for one, other in zip(change, gradient, strict=True)]
+    found = edge_attribution(gpt2, clean, corrupted, metric, "gradient").nodes
+    assert list(found.values()) == pytest.approx(right, abs=1e-10) and max(map(abs, right)) > 1e-3
+
+
+def test_prompts_of_several_lengths_in_one_batch(gpt2, clean, corrupted):
+    """Padded behind, each read at its own last token: what is behind it changes nothing."""
+    short = [tokens[1:, :4] for tokens in (clean, corrupted)]
+    answers, wrong = torch.tensor([5, 8]), torch.tensor([9, 2])
+    together = logit_difference(answers, wrong, torch.tensor([4, 3]))
+    padded = [
+        torch.cat([tokens[:1], torch.cat([tokens[1:, :4], torch.full((1, 1), 60)], 1)]) for tokens in (clean, corrupted)
+    ]
+    for method in ("gradient", "inputs", "activations"):
+        one = edge_attribution(gpt2, clean[:1], corrupted[:1], logit_difference(answers[:1], wrong[:1]), method)
+        other = edge_attribution(gpt2, *short, logit_difference(answers[1:], wrong[1:]), method)
+        found = edge_attribution(gpt2, *padded, together, method)
+        torch.testing.assert_close(found.values, mean_scores([one, other]).values, atol=1e-11, rtol=1e-9)
 
 
 def test_steps_in_several_batches(gpt2, clean, corrupted, metric, monkeypatch):
@@ -108,7 +143,7 @@ def test_families_by_small_exact_changes(family, clean, corrupted):
             mask = torch.zeros_like(graph.exists)
             mask[receiver, sender] = True
             up, down = (
-                metric(EdgeRun(graph, bridge, one + way * small * (other - one), mask[None]).logits(clean)[0])
+                metric(run_with_edges_replaced(graph, bridge, clean, one + way * small * (other - one), mask[None])[0])
                 for way in (1, -1)
             )
             right = ((up - down) / (2 * small)).item()

@@ -128,7 +128,7 @@ def test_the_curve_of_scores(gpt2, graph, clean, corrupted, metric):
     scores = scores_of(graph)
     found = faithfulness_curve(scores, gpt2, clean, corrupted, metric, shares=(0.1, 0.5, 1.0), choose="greedy")
     right = [
-        scores.greedy(round(share * graph.n_edges)).evaluate(gpt2, clean, corrupted, metric).faithfulness
+        scores.greedy(int(share * graph.n_edges)).evaluate(gpt2, clean, corrupted, metric).faithfulness
         for share in (0.1, 0.5, 1.0)
     ]
     assert found.faithfulness == pytest.approx(right) and right[-1] == pytest.approx(1.0)
@@ -136,6 +136,54 @@ def test_the_curve_of_scores(gpt2, graph, clean, corrupted, metric):
         faithfulness_curve(scores, gpt2, clean, corrupted, metric, shares=(0.5, 0.1))
     with pytest.raises(ValueError, match="choose is 'best'"):
         faithfulness_curve(scores, gpt2, clean, corrupted, metric, choose="best")
+
+
+def test_cpr_and_cmd_are_the_benchmarks(gpt2, graph, hand, clean, corrupted, metric):
+    """Its code in float64: as many edges as the share, rounded down; trapezoids between the shares."""
+    scores = scores_of(graph)
+    shares = tuple((k + 0.7) / graph.n_edges for k in range(10, 260, 25))  # that would be rounded up
+    found = faithfulness_curve(scores, gpt2, clean, corrupted, metric, shares=shares)
+    order = sorted(graph.exists.nonzero().tolist(), key=lambda at: -abs(float(scores.values[tuple(at)])))
+    with torch.no_grad():
+        whole, other = metric(hand(clean)), metric(hand(corrupted))
+        hand(corrupted)
+        wrote = dict(hand.wrote)
+        right = []
+        for share in shares:
+            cut = order[int(share * len(order)) :]
+            pairs = {(graph.receivers[receiver], graph.senders[sender]) for receiver, sender in cut}
+            right.append(float((metric(hand(clean, replaced=pairs, other=wrote)) - other) / (whole - other)))
+    assert found.faithfulness == pytest.approx(right, abs=1e-9)
+    steps = list(zip(shares, shares[1:], right, right[1:], strict=False))
+    assert found.cpr == pytest.approx(sum((b - a) * (x + y) / 2 for a, b, x, y in steps), abs=1e-9)
+    assert found.cmd == pytest.approx(sum((b - a) * (abs(1 - x) + abs(1 - y)) / 2 for a, b, x, y in steps), abs=1e-9)
+
+
+def test_circuits_of_nodes(gpt2, graph, clean, corrupted, metric):
+    scores = scores_of(graph)
+    counts = {
+        name: sum(scores[f"{name}->{reader}"] for reader in graph.receivers if exists(graph, name, reader))
+        for name in graph.senders
+    }
+    assert scores.nodes == pytest.approx(counts)
+    best = sorted(counts, key=lambda name: -abs(counts[name]))[:5]
+    circuit = scores.top_nodes(5)
+    right = {
+        (name, reader)
+        for name in best
+        for reader in graph.receivers
+        if exists(graph, name, reader) and (reader == "logits" or reader.split(".")[0] in best)
+    }
+    assert {(sender, receiver) for sender, receiver, _ in circuit.edges} == right
+    curve = faithfulness_curve(scores, gpt2, clean, corrupted, metric, shares=(0.4, 1.0), choose="top_nodes")
+    alone = scores.top_nodes(int(0.4 * len(counts))).evaluate(gpt2, clean, corrupted, metric)
+    assert curve.faithfulness == pytest.approx((alone.faithfulness, 1.0))
+    with pytest.raises(ValueError, match="n is 99; there are 16 nodes"):
+        scores.top_nodes(99)
+
+
+def exists(graph, sender, receiver):
+    return bool(graph.exists[graph.receiver(receiver), graph.sender(sender)])
 
 
 def test_evaluation_refuses(gpt2, graph, clean, corrupted, metric):
@@ -162,6 +210,10 @@ def test_json(graph, tmp_path):
     assert again == circuit and again.edges == circuit.edges and again.graph == graph
     content = json.loads(path.read_text())
     content["edges"][0][1] = "L9MLP"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="its checksum is another"):
+        Circuit.load(path)
+    del content["checksum of this file"]
     path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match="no receiver 'L9MLP'"):
         Circuit.load(path)

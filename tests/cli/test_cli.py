@@ -4,6 +4,7 @@ import re
 import shlex
 
 import pytest
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from bridge.cli.main import _parser, main
 from bridge.version import __version__
@@ -136,16 +137,25 @@ def test_ask(capsys, tmp_path):
     assert "the prompt is empty" in capsys.readouterr().err
 
 
-def test_an_interrupted_command_says_what_is_kept(capsys, monkeypatch):
-    def interrupted(given):
+def test_an_interrupted_command_says_what_is_kept(capsys, tmp_path):
+    """Whoever waits presses Ctrl-C while a model runs."""
+
+    def interrupted(module, args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("bridge.cli.main.run_harvest", interrupted)
-    monkeypatch.setattr("bridge.cli.main.run_generate", interrupted)
-    assert main(["generate", "embedded", "Mary"]) == 130
-    assert capsys.readouterr().err == "\ninterrupted\n"
-    assert main(["harvest", "embedded", "a.txt", "--points", "x", "--out", "shards"]) == 130
-    assert capsys.readouterr().err == "\ninterrupted: what is whole in shards is kept, the same command goes on\n"
+    text, out = tmp_path / "a.txt", tmp_path / "shards"
+    text.write_text("Mary and John\n")
+    handle = register_module_forward_pre_hook(interrupted)
+    try:
+        assert main(["generate", "embedded", "Mary"]) == 130
+        assert capsys.readouterr().err.endswith("\ninterrupted\n")
+        assert (
+            main(["harvest", "embedded", str(text), "--points", "blocks.1.hook_resid_post", "--out", str(out)]) == 130
+        )
+    finally:
+        handle.remove()
+    said = f"\ninterrupted: what is whole in {out} is kept, the same command goes on\n"
+    assert capsys.readouterr().err.endswith(said)
 
 
 def test_a_folder_with_a_gguf_file_alone(capsys, tmp_path):

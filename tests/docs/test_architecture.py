@@ -9,13 +9,15 @@ from types import CodeType, FrameType
 
 from bridge import TransformerBridge
 from tests.test_structure import MAY_USE, ON_TOP, ROOT
+from tools.structure import MARKS
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 ROOMS = {room.rpartition(".")[2] for room in (*MAY_USE, *ON_TOP)} - {"version"}
 
 
-def test_every_room_is_in_the_picture_of_the_parts_and_stands_on_one_floor() -> None:
-    parts = PAGE.split("## Six parts")[1].split("```")[1]
+def test_every_room_is_in_a_tier_and_stands_on_one_floor() -> None:
+    begin, end = MARKS["tiers"]
+    parts = PAGE.split(begin)[1].split(end)[0]
     assert not {room for room in ROOMS if not re.search(rf"\b{room}\b", parts)}
     floors = re.findall(r"^\| (?:top|\d) \| (.+?) \|", PAGE, re.MULTILINE)
     drawn = [room for floor in floors for room in re.findall(r"`(\w+)`", floor)]

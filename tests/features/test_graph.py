@@ -153,8 +153,57 @@ def test_what_a_node_receives_adds_up(placed: tuple[TransformerBridge, list[str]
     logits = bridge(TOKENS)[0, -1]
     assert torch.allclose(graph.values[-3:], (logits - logits.mean())[[node.index for node in graph.nodes[-3:]]])
     assert torch.allclose(graph.adjacency[valued].sum(1), graph.values[valued], rtol=0, atol=1e-4)
-    senders = [node for i, node in enumerate(graph.nodes) if graph.adjacency[:, i].any()]
+    senders = [node for i, node in enumerate(graph.nodes) if (graph.adjacency[:, i].abs() > 1e-4).any()]
     assert {node.kind for node in senders} == {"feature", "error", "token"}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("left_out", [(), (0, 3)])
+@pytest.mark.parametrize("kind", ["placed", "placed_across"])
+def test_with_constants_it_adds_up_too(kind: str, left_out: tuple[int, ...], request: pytest.FixtureRequest) -> None:
+    bridge, points, _ = request.getfixturevalue(kind)
+    graph = attribution_graph(bridge, TOKENS, points, without_positions=left_out)
+    valued = [i for i, node in enumerate(graph.nodes) if node.kind in ("feature", "logit")]
+    assert torch.allclose(graph.adjacency[valued].sum(1), graph.values[valued], rtol=0, atol=1e-4)
+    constant = torch.tensor([node.kind == "constant" for node in graph.nodes])
+    assert (graph.adjacency[valued][:, ~constant].sum(1) - graph.values[valued]).abs().max() > 0.1
+
+
+@torch.no_grad()
+def test_constants_are_those_of_encoders_and_decoders() -> None:
+    """By hand in float64: what a decoder's constant adds to what is read behind it; the rest is the encoder's own."""
+    model = AutoModelForCausalLM.from_pretrained(DATA / "gpt2").eval().double()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.zero_()
+    bridge, saes, points = TransformerBridge(model), [SAE(32, 24, 32).double() for _ in range(2)], []
+    for layer, sae in enumerate(saes):
+        reads = f"blocks.{layer}.hook_resid_mid"
+        points.append(bridge.add_basis(f"blocks.{layer}.hook_mlp_out", "tc", sae, reads=reads).name)
+    graph = attribution_graph(bridge, TOKENS, points)
+    biases = Node("constant", "biases", 0)
+    for node in graph.nodes:
+        if node.kind == "feature":
+            layer = points.index(node.point)
+            assert graph[biases, node] == pytest.approx(float(saes[layer].b_enc[node.index]), abs=1e-6)
+        if node.kind == "logit":
+            assert graph[biases, node] == pytest.approx(0, abs=1e-5)
+
+    def more(act: Tensor, hook: object) -> Tensor:
+        return act + saes[0].b_dec * (torch.arange(6) == 2)[:, None]
+
+    with bridge.linearised(TOKENS, freeze=("pattern", "ln_scale", "blocks.1.hook_mlp_out")):
+        reads = "blocks.1.hook_resid_mid"
+        _, before = bridge.run_with_cache(TOKENS, names_filter=reads)
+        with bridge.hooks(fwd_hooks=[("blocks.0.hook_mlp_out", more)]):
+            _, after = bridge.run_with_cache(TOKENS, names_filter=reads)
+    moved = (after[reads] - before[reads])[0] @ saes[1].W_enc
+    sender, seen = Node("constant", "blocks.0.hook_mlp_out", 2), 0
+    for node in graph.nodes:
+        if node.kind == "feature" and node.point == points[1]:
+            assert graph[sender, node] == pytest.approx(float(moved[node.pos, node.index]), abs=1e-6)
+            seen += abs(float(moved[node.pos, node.index])) > 1e-2
+    assert seen > 10
 
 
 INSIDE = ("blocks.0.attn.hook_z", "blocks.0.mlp.hook_post", "blocks.1.attn.hook_z", "blocks.1.mlp.hook_post")
@@ -228,7 +277,9 @@ def test_a_model_that_is_not_linear_where_patterns_are_held_is_refused(kind: str
 
 def test_influence_and_picture(placed: tuple[TransformerBridge, list[str], AttributionGraph]) -> None:
     graph = placed[2]
-    shares = (graph.adjacency.abs() / graph.adjacency.abs().sum(1, keepdim=True).clamp(min=1e-10)).double()
+    sizes = graph.adjacency.abs() * torch.tensor([float(node.kind != "constant") for node in graph.nodes])
+    assert (sizes != graph.adjacency.abs()).any()
+    shares = (sizes / sizes.sum(1, keepdim=True).clamp(min=1e-10)).double()
     weights = torch.zeros(len(graph.nodes), dtype=torch.float64)
     weights[-3:] = graph.probabilities.double()
     right, power = torch.zeros_like(weights), weights

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
 
 from bridge import HookPoint, TransformerBridge
-from bridge.analysis.requirements import MissingActivationsError
+from bridge.analysis.analysis import MissingActivationsError
 from bridge.features import feature_logit_attrs
 from tests.analysis.models import CASES, EXPERTS, bridge_of
 from tests.bases.common import SAE

@@ -137,13 +137,17 @@ def test_pieces_of_another_size_are_refused(bridge, tmp_path, monkeypatch):
         bridge, [[n] for n in range(3, 60)] * 3, hook_points=[EMBED], out=tmp_path / "a", context_size=4,
         tokens_per_shard=60, pack=False, prepend_bos=False,
     )  # fmt: skip
-    acts = Activations(tmp_path / "a")
+    acts, before = Activations(tmp_path / "a"), Activations(tmp_path / "a")
+    second = acts.manifest.shards[0].rows + 30
     path = tmp_path / "a" / acts.manifest.shards[1].file
+    before[second]  # its checksum was compared, and the shard was written anew behind it
     table = pa.ipc.open_file(str(path)).read_all().combine_chunks()
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table, max_chunksize=20)
     acts[3]
+    with pytest.raises(HarvestError, match=r"shard-000001.arrow is damaged: it has"):
+        acts[second]
     with pytest.raises(HarvestError, match=r"piece 0 of .* should have 60 rows and has 20"):
-        acts[acts.manifest.shards[0].rows + 30]
+        before[second]
     with pytest.raises(HarvestError, match="should have"):
-        list(acts.batches(8))
+        list(before.batches(8))

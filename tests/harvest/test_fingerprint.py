@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -11,7 +13,6 @@ from einops import rearrange, reduce
 from bridge import TransformerBridge
 from bridge.harvest import HarvestError
 from bridge.harvest.fingerprint import of_model, of_tokenizer, of_value
-from bridge.harvest.needed import missing
 from tests.conftest import tiny
 
 
@@ -113,8 +114,10 @@ def test_a_tokenizer_that_was_used_is_the_same(embedded):
 
 
 def test_what_is_not_installed():
-    assert missing() == []
-    assert missing(("pyarrow", "no_such_package")) == ["no_such_package"]
+    hidden = "import sys; sys.modules['xxhash'] = None; import importlib.util as u; f = u.find_spec; "
+    hidden += "u.find_spec = lambda name, *a: None if name == 'xxhash' else f(name, *a); import bridge.harvest"
+    done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True)
+    assert 'ImportError: bridge.harvest needs xxhash: pip install "transformer-bridge[harvest]"' in done.stderr
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it

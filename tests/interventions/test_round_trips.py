@@ -164,7 +164,7 @@ def test_what_a_file_says(case):
             [sys.executable, "-c", code, str(file), "transformer_bridge_interventions"], capture_output=True, check=True
         ).stdout
     )
-    assert said["version"] == 1
+    assert said["version"] == 2
     assert said["model"]["kind"] == "LlamaForCausalLM"
     (entry,) = said["interventions"]
     assert set(entry) == {"point", "operation", *(field.name for field in fields(loaded[0][1]))} - {

@@ -16,10 +16,10 @@ from transformer_lens.HookedTransformer import HookedTransformer as again
 import bridge.legacy, bridge.legacy.as_transformer_lens
 
 assert transformer_lens is bridge.legacy
-assert utils is bridge.legacy.utils and utils.__name__ == "bridge.legacy.utils"
+assert utils is bridge.legacy.utils and utils.__name__ == "bridge.legacy.utilities"
 assert HookedTransformer is again is bridge.legacy.HookedTransformer is transformer_lens.HookedTransformer
 assert transformer_lens.utilities.devices.get_device is utils.get_device
-assert patching.__spec__.name == "bridge.legacy.patching"
+assert patching.__spec__.name == "bridge.legacy.studies"
 from transformer_lens.components.mlps.can_be_used_as_mlp import CanBeUsedAsMLP
 from transformer_lens.components import MLP
 

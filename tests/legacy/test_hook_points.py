@@ -1,5 +1,7 @@
 """Hook points in modules of the user's own."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -274,3 +276,38 @@ def test_a_class_of_the_users_may_call_its_input_otherwise():
     model, tokens = Halved(cfg), torch.tensor([[1, 2, 3]])
     assert torch.equal(model.run_with_cache(tokens)[0], model(tokens))
     assert torch.equal(model.run_with_hooks(tokens, fwd_hooks=[]), model(tokens))
+
+
+def test_handles_are_torchs():
+    """The original ACDC asks a hook point's handles which functions are there."""
+    cfg = {"n_layers": 1, "d_model": 8, "n_ctx": 5, "d_head": 4, "d_vocab": 10, "act_fn": "relu", "device": "cpu"}
+    model = HookedTransformer(cfg)
+    point, seen = model.hook_dict["blocks.0.hook_resid_pre"], []
+
+    def sender_hook(x, hook, more=1):
+        seen.append((hook.name, more))
+
+    point.add_hook(functools.partial(sender_hook, more=2))
+    point.add_hook(sender_hook)
+    first, second = point.fwd_hooks
+    assert isinstance(first.hook, torch.utils.hooks.RemovableHandle) and isinstance(first.hook.next_id, int)
+    there = first.hook.hooks_dict_ref()
+    assert there == second.hook.hooks_dict_ref() and list(there) == [first.hook.id, second.hook.id]
+    assert [type(hook) is functools.partial for hook in there.values()] == [False, False]
+    assert all("sender_hook" in hook.__name__ for hook in there.values())
+    assert there[first.hook.id].__name__.startswith("partial(")
+    there[first.hook.id](point, (), torch.ones(1))
+    assert seen == [(point.name, 2)]
+    with pytest.raises(TypeError):
+        del there[first.hook.id]
+    with first.hook:
+        pass
+    assert [handle.user_hook for handle in point.fwd_hooks] == [sender_hook]
+    assert first.hook.id not in second.hook.hooks_dict_ref()
+    alone = HookPoint()
+    alone.add_hook(sender_hook, dir="bwd")
+    (handle,) = alone.bwd_hooks
+    assert handle.hook.id in handle.hook.hooks_dict_ref() and not alone.fwd_hooks
+    handle.hook.hooks_dict_ref()[handle.hook.id](alone, (), (torch.ones(1),))
+    handle.hook.remove()
+    assert not alone.bwd_hooks

@@ -1,16 +1,19 @@
 """The parameters of a model in its tree: what optimizers, other modules and filters by name find."""
 
 import copy
+import json
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from bridge.legacy import HookedEncoder, HookedTransformer
+from bridge.legacy import HookedEncoder, HookedEncoderDecoder, HookedTransformer
 from tests.reference import DATA, reference
 
+ROOT = Path(__file__).resolve().parents[2]
 TOKENS = reference("gpt2")["tokens"]
 GROKKING = {
     "n_layers": 1, "n_heads": 2, "d_model": 16, "d_head": 8, "d_mlp": 32, "act_fn": "relu", "normalization_type": None,
@@ -232,3 +235,43 @@ def test_looking_an_attribute_up_lists_no_parameters(monkeypatch):
     assert model.blocks[1].attn.W_Q.shape == (4, 32, 8) and model.hook_embed is model.hook_dict["hook_embed"]
     model.note = 1
     assert not hasattr(model, "not_there")
+
+
+ORDERS = json.loads((ROOT / "tests/data/hooked_transformer_order.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("kind", ORDERS["models"])
+def test_names_come_in_hooked_transformers_order(kind):
+    """The file holds what `named_parameters` and `state_dict` of TransformerLens 2.18 list, without masks."""
+    made, theirs = ORDERS["models"][kind], ORDERS["models"][kind]["names"]
+    make = {"bert": HookedEncoder, "t5": HookedEncoderDecoder}.get(kind, HookedTransformer)
+    model = make(ORDERS["base"] | made["config"])
+    ours = list(model.state_dict())
+    assert [name for name in ours if name in theirs] == [name for name in theirs if name in ours]
+    assert set(theirs) - set(ours) <= {name for name in theirs if kind == "t5" and ".b_" in name}
+    named = [name for name, _ in model.named_parameters()]
+    assert [name for name in named if name in theirs] == [name for name in theirs if name in named]
+    assert [name for name, _ in copy.deepcopy(model).named_parameters()] == named
+
+
+def test_a_loaded_models_names_come_in_this_order_too():
+    model = fresh()
+    inside = [name.removeprefix("blocks.0.") for name in model.state_dict() if name.startswith("blocks.0.")]
+    attn = [f"attn.{name}" for name in ["W_Q", "W_O", "b_Q", "b_O", "W_K", "W_V", "b_K", "b_V"]]
+    mlp = [f"mlp.{name}" for name in ["W_in", "b_in", "W_out", "b_out"]]
+    assert inside == ["ln1.w", "ln1.b", "ln2.w", "ln2.b", *attn, *mlp]
+    named = [name for name, _ in model.named_parameters()]
+    assert named[:4] == ["embed.W_E", "pos_embed.W_pos", "blocks.0.ln1.w", "blocks.0.ln1.b"]
+    assert [name for name in named if "0.attn" in name] == [
+        f"blocks.0.attn.{name}" for name in ("W_Q+W_K+W_V", "W_O", "b_Q+b_K+b_V", "b_O")
+    ]
+    assert [id(p) for p in model.parameters()] == [id(p) for _, p in model.named_parameters()]
+
+
+def test_a_fill_after_a_seed_is_hooked_transformers():
+    model = HookedTransformer(GROKKING)
+    torch.manual_seed(3)
+    model.load_state_dict({name: torch.randn(value.shape) for name, value in model.state_dict().items()})
+    torch.manual_seed(3)
+    drawn = [torch.randn(shape) for shape in ((8, 16), (3, 16), (2, 16, 8))]
+    assert all(map(torch.equal, drawn, (model.W_E, model.W_pos, model.W_Q[0])))

@@ -105,7 +105,9 @@ def test_optimizers_train_it():
     model = fresh()
     before, hf = model.W_Q.clone(), model.original_model
     assert {id(p) for p in model.parameters()} == {id(p) for p in hf.parameters()}
-    assert [id(p) for p in model.blocks[0].attn.parameters()] == [id(p) for p in hf.transformer.h[0].attn.parameters()]
+    fused, out = hf.transformer.h[0].attn.c_attn, hf.transformer.h[0].attn.c_proj
+    in_order = [fused.weight, out.weight, fused.bias, out.bias]  # HookedTransformer's: W_Q, W_O, b_Q, b_O
+    assert [id(p) for p in model.blocks[0].attn.parameters()] == [id(p) for p in in_order]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for _ in range(5):

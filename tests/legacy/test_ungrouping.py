@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from bridge.legacy import HookedTransformer, HookedTransformerKeyValueCache, ungrouping
+from bridge.legacy import HookedTransformer, HookedTransformerKeyValueCache, reweighing
 from bridge.legacy.hook_points import HookPoint
 from tests.reference import DATA, reference, wrong_logits, wrong_values
 
@@ -142,8 +142,8 @@ def test_no_memory_for_the_last_layer(monkeypatch):
             raise MemoryError
         return ungrouping_repeated(*args)
 
-    ungrouping_repeated = ungrouping._repeated
-    monkeypatch.setattr(ungrouping, "_repeated", repeated)
+    ungrouping_repeated = reweighing._repeated
+    monkeypatch.setattr(reweighing, "_repeated", repeated)
     with pytest.raises(MemoryError):
         model.set_ungroup_grouped_query_attention(True)
     assert model.cfg.n_key_value_heads == 2

@@ -6,9 +6,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForC
 
 from bridge import TransformerBridge
 from bridge import patching as ready
-from bridge.patching import ablated, sweep
-from bridge.patching.corrupted import CorruptedRun, lazy
+from bridge.patching import ablated, runs
+from bridge.patching.lazy_logits import lazy
 from bridge.patching.patching import generic_activation_patch
+from bridge.patching.runs import CorruptedRun
 from bridge.patching.setters import layer_head_vector_patch_setter
 from tests.analysis.models import HUGGING_FACE, NATIVE, bridge_of
 from tests.conftest import tiny
@@ -29,8 +30,7 @@ def metric(logits):
 def plainly(monkeypatch, function, *arguments, **options):
     """One whole run for each patch."""
     with monkeypatch.context() as patch:
-        for room in ("measured", "runs"):
-            patch.setattr(f"bridge.patching.{room}.may_start_later", lambda model: False)
+        patch.setattr("bridge.patching.runs.may_start_later", lambda model: False)
         return function(*arguments, verbose=False, **options)
 
 
@@ -214,8 +214,8 @@ def test_patches_that_change_nothing_are_not_run(bridge, tokens, monkeypatch):
     corrupted[:, 4] = (corrupted[:, 4] + 9) % 61
     _, cache = bridge.run_with_cache(clean)
     jobs = []
-    logits = sweep.Sweep.logits
-    monkeypatch.setattr(sweep.Sweep, "logits", lambda self, some: jobs.extend(some) or logits(self, some))
+    logits = runs.PatchedRuns.logits
+    monkeypatch.setattr(runs.PatchedRuns, "logits", lambda self, some: jobs.extend(some) or logits(self, some))
     found = ready.get_act_patch_resid_pre(bridge, corrupted, cache, metric, verbose=False)
     # Before the first layer only position 4 differs.
     assert sorted((job.layer, job.start) for job in jobs) == [(0, 4), (1, 4), (1, 5), (2, 4), (2, 5)]
@@ -231,8 +231,8 @@ def test_logits_are_computed_for_patches_together_within_a_bound(bridge, tokens,
     right = plainly(monkeypatch, ready.get_act_patch_attn_head_out_all_pos, *arguments)
     sizes, of_stream = [], CorruptedRun.logits_of
     monkeypatch.setattr(CorruptedRun, "logits_of", lambda self, x: sizes.append(len(x)) or of_stream(self, x))
-    monkeypatch.setattr(sweep, "MOST_LOGITS", 2 * 61 * 5)  # five patches of two prompts
-    monkeypatch.setattr(sweep, "MOST_KEPT", kept)
+    monkeypatch.setattr(runs, "MOST_LOGITS", 2 * 61 * 5)  # five patches of two prompts
+    monkeypatch.setattr(runs, "MOST_KEPT", kept)
     found = ready.get_act_patch_attn_head_out_all_pos(*arguments, verbose=False)
     torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-4)
     assert max(sizes) == (8 if kept else 2)  # three parts of four
@@ -259,13 +259,13 @@ def test_the_cut_into_runs_costs_least():
     config = GPT2Config(n_embd=8, n_layer=12, n_head=2, vocab_size=10, n_positions=16, bos_token_id=0, eos_token_id=0)
     bridge = TransformerBridge(GPT2LMHeadModel(config))
     hooks = [bridge.hook_dict[f"blocks.{layer}.hook_mlp_out"] for layer in range(12)]
-    jobs = [sweep.Job(0, hook, start, lambda start: torch.clone) for hook in hooks for start in range(15)]
+    jobs = [runs.Patch(0, hook, start, lambda start: torch.clone) for hook in hooks for start in range(15)]
 
     def cost(cut):
-        fixed = sweep.RUN_COST * 12 * len(cut)
+        fixed = runs.RUN_COST * 12 * len(cut)
         return fixed + sum((12 - job.layer) * (15 - start) for start, some in cut for job in some)
 
-    found = sweep.groups(jobs, 15, 1, 12)
+    found = runs.groups(jobs, 15, 1, 12)
     assert sorted((job.layer, job.start) for _, some in found for job in some) == sorted(
         (job.layer, job.start) for job in jobs
     )
@@ -275,7 +275,7 @@ def test_the_cut_into_runs_costs_least():
         starts = [0] + [i + 1 for i in range(14) if bits >> i & 1]
         ends = [*starts[1:], 15]
         works = [(s, e, sum((12 - layer) for layer in range(12)) * (e - s)) for s, e in zip(starts, ends, strict=True)]
-        every.append(sum(sweep.RUN_COST * 12 + work * (15 - s) for s, e, work in works))
+        every.append(sum(runs.RUN_COST * 12 + work * (15 - s) for s, e, work in works))
     assert cost(found) == min(every)
 
 
@@ -303,9 +303,7 @@ def test_the_memory_budget_bounds_the_batch(bridge, tokens, monkeypatch):
     monkeypatch.setattr(
         TransformerBridge, "run_with_hooks", lambda self, x, **more: rows.append(len(x)) or run(self, x, **more)
     )
-    monkeypatch.setattr(
-        "bridge.patching.corrupted.free_memory", lambda device: 4 * 4 * (16 * 32 + 6 * 128 + 3 * 4 * 6) * 30
-    )
+    monkeypatch.setattr("bridge.patching.runs.free_memory", lambda device: 4 * 4 * (16 * 32 + 6 * 128 + 3 * 4 * 6) * 30)
     arguments = (bridge, corrupted, cache, metric, layer_head_vector_patch_setter, "z", ("layer", "head"))
     generic_activation_patch(*arguments, verbose=False)
     few, most = list(rows), max(rows)

@@ -11,8 +11,8 @@ from bridge import TransformerBridge, UnknownHookError, act_name
 from bridge import patching as ready
 from bridge.embedded import MODEL_DIR
 from bridge.legacy import HookedTransformer
-from bridge.patching.corrupted import PatchedRuns, may_start_later
 from bridge.patching.patching import generic_activation_patch, make_df_from_ranges
+from bridge.patching.runs import CorruptedRun, Patch, PatchedRuns, may_start_later
 from bridge.patching.setters import (
     layer_head_vector_patch_setter,
     layer_pos_feature_patch_setter,
@@ -102,20 +102,20 @@ def test_runs_that_start_later_give_what_whole_runs_give(bridge, pair, monkeypat
         arguments = (bridge, corrupted, cache, metric, layer_pos_patch_setter, name, ("layer", "pos"))
         later = generic_activation_patch(*arguments, verbose=False)
         with monkeypatch.context() as patch:
-            patch.setattr("bridge.patching.corrupted.may_start_later", lambda model: False)
+            patch.setattr("bridge.patching.runs.may_start_later", lambda model: False)
             torch.testing.assert_close(generic_activation_patch(*arguments, verbose=False), later, atol=1e-5, rtol=1e-4)
 
 
 def test_every_standard_activation_can_be_patched_from_its_layer_on(bridge, pair):
     clean, corrupted = pair
     _, cache = bridge.run_with_cache(clean)
-    runs = PatchedRuns(bridge, corrupted, [1] * 9)
-    assert list(runs.starts) == [1]
+    runs = PatchedRuns(bridge, corrupted, [bridge.hook_dict["blocks.1.hook_mlp_out"]] * 5)
+    assert runs.corrupted.steps
     for name, value in cache.items():
         hook = bridge.hook_dict[name]
         if hook.point.depth == 1:
             whole = bridge.run_with_hooks(corrupted, fwd_hooks=[(name, lambda x, hook, value=value: value)])
-            (later,) = runs.logits(hook, [lambda x, value=value: value])
+            ((_, later),) = runs.logits([Patch(0, hook, 0, lambda start, value=value: lambda x: value)], joined=False)
             assert torch.equal(later, whole), name
 
 
@@ -124,7 +124,7 @@ def test_with_gradients_on(bridge, pair):
     _, cache = bridge.run_with_cache(clean)
     right = ready.get_act_patch_mlp_out(bridge, corrupted, cache, metric, verbose=False)
     with torch.enable_grad():
-        assert PatchedRuns(bridge, corrupted, [1] * 9).starts
+        assert CorruptedRun(bridge, corrupted, [1]).steps
         ours = ready.get_act_patch_mlp_out(bridge, corrupted, cache, metric, verbose=False)
         assert not ours.requires_grad
         torch.testing.assert_close(ours, right)
@@ -225,7 +225,7 @@ def test_a_model_that_feeds_its_blocks_something_else_is_run_whole(pair, monkeyp
     inner.layers[2].forward = lambda x, *args, **kwargs: forward(x + memory.pop("x", 0), *args, **kwargs)
     clean, corrupted = pair
     _, cache = bridge.run_with_cache(clean)
-    assert may_start_later(bridge) and not PatchedRuns(bridge, corrupted, [2] * 9).starts
+    assert may_start_later(bridge) and not CorruptedRun(bridge, corrupted, [0]).steps
     ours = ready.get_act_patch_resid_pre(bridge, corrupted, cache, metric, verbose=False)
     torch.testing.assert_close(ours, by_hand(bridge, corrupted, cache, *READY["resid_pre"]))
 
@@ -236,12 +236,12 @@ def test_families(name, monkeypatch):
     clean = reference(name)["tokens"]
     corrupted = torch.cat([clean[:, :3], (clean[:, 3:5] + 5) % 60, clean[:, 5:]], dim=1)
     _, cache = bridge.run_with_cache(clean)
-    assert PatchedRuns(bridge, corrupted, [1] * 9).starts
+    assert CorruptedRun(bridge, corrupted, [1]).steps
     for kind in ("resid_pre", "attn_out", "attn_head_out_all_pos", "attn_head_k_all_pos", "attn_head_pattern_all_pos"):
         function = getattr(ready, f"get_act_patch_{kind}")
         later = function(bridge, corrupted, cache, metric, verbose=False)
         with monkeypatch.context() as patch:
-            patch.setattr("bridge.patching.corrupted.may_start_later", lambda model: False)
+            patch.setattr("bridge.patching.runs.may_start_later", lambda model: False)
             plain = function(bridge, corrupted, cache, metric, verbose=False)
         torch.testing.assert_close(later, plain, atol=1e-4, rtol=0, msg=kind)
         assert later.std() > 0
@@ -253,7 +253,7 @@ def test_padding_in_front_that_a_model_masks_by_itself():
     clean = model.to_tokens(["Mary and John went", "When Tom and James went"])
     corrupted = clean.flip(0)
     _, cache = model.run_with_cache(clean)
-    assert may_start_later(model) and not PatchedRuns(model, corrupted, [2] * 9).starts
+    assert may_start_later(model) and not CorruptedRun(model, corrupted, [2]).steps
     ours = ready.get_act_patch_attn_head_out_all_pos(model, corrupted, cache, metric, verbose=False)
     torch.testing.assert_close(ours, by_hand(model, corrupted, cache, *READY["attn_head_out_all_pos"]))
 
@@ -470,8 +470,6 @@ def test_a_basis_that_mixes_rows_is_run_patch_by_patch(kind, together):
         right = metric(bridge.run_with_hooks(corrupted, fwd_hooks=[(hook.name, patch)]))
         assert float(found[1, feature]) == pytest.approx(float(right), abs=1e-4)
     assert found[1].std() > 1e-3
-    with pytest.raises(ValueError, match=r"the basis of blocks\.1\.hook_resid_post\.own mixes the rows of a batch"):
-        generic_activation_patch(*arguments, compiled=True, verbose=False)
 
 
 @pytest.mark.parametrize(("labels", "length"), [(1, 5), (3, 3), (5, 5), (2, 6)])

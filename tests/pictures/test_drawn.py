@@ -5,14 +5,17 @@ import re
 
 import pytest
 import torch
+import vl_convert
 
 from bridge import pictures
+from bridge.hooks.asked import StudiedBridge
+from bridge.pictures.style import PALETTE
 from tests.pictures.drawn import marks, number
 
 TOKENS = ["<bos>", " Mary", "\n", " Mary"]
 
 
-class Words:
+class Words(StudiedBridge):
     def to_single_str_token(self, int_token):
         return f" w{int_token}"
 
@@ -132,12 +135,12 @@ def test_patching_of_several_activations_and_what_it_restores():
 
 def test_attribution_over_positions_and_at_one():
     values, names = torch.randn(3, 1, 4), ["embed", "0_attn_out", "0_mlp_out"]
-    drawn = [m for m in marks(pictures.attribution(values, names, TOKENS)) if "added to the logit" in m]
+    drawn = [m for m in marks(pictures.attribution(values, names, TOKENS)) if "contribution" in m]
     for mark in drawn:
-        assert close(mark["added to the logit"], values[names.index(mark["component"]), 0, int(mark["c"])])
+        assert close(mark["contribution"], values[names.index(mark["component"]), 0, int(mark["c"])])
     bars = marks(pictures.attribution(values[:, :, 2], names))
     assert [mark["component"] for mark in bars] == names
-    assert all(close(mark["added to the logit"], value) for mark, value in zip(bars, values[:, 0, 2], strict=True))
+    assert all(close(mark["contribution"], value) for mark, value in zip(bars, values[:, 0, 2], strict=True))
 
 
 def test_heads():
@@ -182,10 +185,27 @@ def test_routing_leaves_zero_blank():
     assert all(close(text, wanted[key]) for key, text in found.items())
 
 
+def test_routing_shows_the_chosen_experts():
+    weights = {0: torch.tensor([[0.7, 0.3], [0.6, 0.4]]), 3: torch.tensor([[[0.9, 0.1], [0.8, 0.2]]])}
+    chosen = {0: torch.tensor([[5, 1], [2, 5]]), 3: torch.tensor([[[0, 7], [7, 2]]])}
+    picture = pictures.routing(weights, ["a", "b"], chosen, n_experts=8)
+    found = {(int(m["panel"].split()[1]), int(m["c"]), int(m["expert"])): m["weight"] for m in marks(picture)}
+    wanted = {
+        (layer, token, int(chosen[layer].view(2, 2)[token, k])): weights[layer].view(2, 2)[token, k]
+        for layer in weights
+        for token in range(2)
+        for k in range(2)
+    }
+    assert found.keys() == wanted.keys()
+    assert all(close(text, wanted[key]) for key, text in found.items())
+    for expert in range(8):  # those that get no token have a row, too
+        assert f">{expert}</text>" in picture.svg()
+
+
 def test_chosen_tokens():
     logits, vocabulary = torch.randn(3, 1, 4, 9), ["a", "b", "c"]
 
-    class Known:
+    class Known(StudiedBridge):
         def to_single_token(self, text):
             return vocabulary.index(text)
 
@@ -284,3 +304,14 @@ def test_numbers_keep_what_the_eye_can_use():
     table = torch.tensor([[1.23456e-7, 123456.0], [-0.5, 0.0]])
     drawn = [number(m["value"]) for m in marks(pictures.heat_map(table)) if "value" in m]
     assert drawn[:4] == [1.235e-7, 123500, -0.5, 0]
+
+
+@pytest.mark.parametrize("supports", ["positive", "negative"])
+def test_bars_of_a_node_have_the_colours_of_its_edges(supports):
+    picture = pictures.circuit([("a", "b", 1.0), ("b", "c", -2.0)], supports=supports)
+    both = {f"{s} to {r}": v > 0 for s, r, v in (("a", "b", 1.0), ("b", "c", -2.0))}
+    svg = vl_convert.vegalite_to_svg(picture.spec())
+    bars = re.findall(r'edge: ([^;"]*); [^>]*aria-roledescription="bar"[^>]* fill="(#\w+)"', svg)
+    assert {edge for edge, _ in bars} == set(both)
+    for edge, fill in bars:
+        assert fill == PALETTE["line" if both[edge] == (supports == "positive") else "accent"][0]

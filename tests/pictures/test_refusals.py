@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from bridge import pictures
+from bridge.hooks.asked import StudiedBridge
 
 T = ["a", "b"]
 
 
-class Words:
+class Words(StudiedBridge):
     def to_single_str_token(self, int_token):
         return str(int_token)
 
@@ -41,10 +42,19 @@ CASES = {
     "composition of three axes": (lambda: pictures.composition(torch.rand(2, 2, 2)), r"\[layer, head, layer, head\]"),
     "one layer": (lambda: pictures.composition(torch.rand(1, 2, 1, 2)), "of one layer"),
     "stream of a batch": (lambda: pictures.residual_norms(torch.rand(3, 2, 2, 5), T), "of one prompt"),
-    "negative weights": (lambda: pictures.routing(torch.tensor([[-1.0, 2.0]]), ["a"]), "hook_router_logits"),
+    "negative weights": (lambda: pictures.routing(torch.tensor([[-1.0, 2.0]]), ["a"]), "not hook_router_logits"),
     "different layers": (
         lambda: pictures.routing({0: torch.rand(2, 3), 1: torch.rand(2, 4)}, T),
         r"different shapes, \[\[2, 3\], \[2, 4\]\]",
+    ),
+    "indices of other experts": (
+        lambda: pictures.routing(torch.rand(2, 2), T, torch.tensor([[0, 9], [1, 2]]), n_experts=4),
+        "there are 4 experts",
+    ),
+    "indices alone": (lambda: pictures.routing(torch.rand(2, 2), T, torch.zeros(2, 2).long()), "how many experts"),
+    "indices of another shape": (
+        lambda: pictures.routing(torch.rand(2, 8), T, torch.zeros(2, 2).long(), n_experts=8),
+        "hook_expert_indices",
     ),
     "no layers": (lambda: pictures.routing({}, T), "dictionary of them by layer"),
     "no edges": (lambda: pictures.circuit([]), "no edges"),

@@ -71,10 +71,10 @@ def test_the_type_of_a_mask_is_no_matter(implementation, dtype):
     assert torch.equal(loss, bridge(TOKENS, attention_mask=mask, return_type="loss"))
 
 
-def test_a_mask_is_brought_to_the_model(monkeypatch):
-    """What the model is given lies where its input goes: here on a device that only says so."""
+def test_a_mask_is_brought_to_the_model():
+    """What the model is given lies where its input goes: here on a device that holds no numbers."""
     bridge = TransformerBridge(tiny("llama"))
-    monkeypatch.setattr("bridge.run.inputs.input_device", lambda model: torch.device("meta"))
+    bridge.original_model.to("meta")
     seen = []
 
     def stop(module, args, kwargs):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -601,6 +602,33 @@ def traced(kind: str, folder: Path) -> None:
         assert difference(mine, theirs) < CLOSE
 
 
+def copied(kind: str, folder: Path) -> None:
+    """A copy of a bridge is of a copy of the model, over the same processes: it shows the same, and is edited alone."""
+    bridge = TransformerBridge(tensor_parallel(kind, folder))
+    x = TOKENS
+    before, cache = bridge.run_with_cache(x)
+    copy = deepcopy(bridge)
+    assert copy.original_model is not bridge.original_model and copy.layout == bridge.layout
+    again, its = copy.run_with_cache(x)
+    assert torch.equal(again, before) and all(torch.equal(its[name], cache[name]) for name in cache)
+    name = "blocks.0.attn.hook_z"
+    edited = copy.run_with_hooks(x, fwd_hooks=[(name, _halved)])
+    assert torch.equal(edited, bridge.run_with_hooks(x, fwd_hooks=[(name, _halved)])) and not torch.equal(
+        edited, before
+    )
+    copy.add_hook(name, _halved)
+    assert torch.equal(copy(x), edited) and torch.equal(bridge(x), before)
+
+
+def adapters_of_peft_are_refused(kind: str, folder: Path) -> None:
+    """An adapter of PEFT over layers that are cut is refused by name, whichever layers it is on."""
+    peft = pytest.importorskip("peft")
+    for layers in (["q_proj", "v_proj"], ["down_proj"]):
+        adapted = peft.get_peft_model(tensor_parallel(kind, folder), peft.LoraConfig(r=4, target_modules=layers))
+        with pytest.raises(SpreadModelError, match=rf"{layers[0]} has an adapter of PEFT .*merge_and_unload"):
+            TransformerBridge(adapted)
+
+
 def rows_of_its_own(kind: str, folder: Path) -> None:
     """DDP and FSDP2: each process sees its own rows whole; gradients of parameters are the mean over all."""
     rank = dist.get_rank()
@@ -658,8 +686,8 @@ def no_place_under_fsdp(kind: str, folder: Path) -> None:
 def _by_fsdp(kind: str, folder: Path, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     """A model whose parameters FSDP2 has sharded, layer by layer."""
     sharded = load(kind, folder, dtype)
-    for layer in TransformerBridge(sharded).wiring._blocks:
-        fully_shard(layer.module)
+    for path in TransformerBridge(sharded).block_paths:
+        fully_shard(sharded.get_submodule(path))
     fully_shard(sharded)
     return sharded
 

@@ -50,6 +50,8 @@ CASES = (
     "declared_in_one_process:llama",
     "made_for_one_process:llama",
     "rows_of_its_own:llama",
+    "copied:llama",
+    "adapters_of_peft_are_refused:llama",
 )
 #: The rest of what two processes do.
 MORE = (

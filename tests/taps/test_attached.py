@@ -15,7 +15,7 @@ from bridge import TransformerBridge
 from bridge.hooks.context import Scope
 from bridge.taps.attention import AttentionTap
 from bridge.taps.experts import RouterTap
-from bridge.taps.tap import PatchedFunction
+from bridge.taps.taps import PatchedFunction
 from tests.adapters.by_hand.families import tiny
 from tests.adapters.test_reference import bridge_of
 from tests.tiny_models import tiny_model

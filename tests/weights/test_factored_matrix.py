@@ -184,4 +184,4 @@ def test_a_mode_that_is_none() -> None:
     from bridge.analysis.svd import all_scores
 
     with pytest.raises(ValueError, match="mode is 'O'; it must be 'Q', 'K' or 'V'"):
-        all_scores(bridge_of("gpt2"), "O")
+        all_scores(bridge_of("gpt2").OV, bridge_of("gpt2").QK, "O")

@@ -213,3 +213,17 @@ def test_a_loss_is_enough_for_backward():
         expected[kept] = {name: parameter.grad for name, parameter in parameters.items()}
     for name, gradient in expected[True].items():
         assert torch.equal(gradient, expected[False][name]), name
+
+
+def test_hooks_of_two_models_are_each_brought_along_by_their_own():
+    """A block that is computed again needs the hooks of every scope that was open, whichever bridge opened it."""
+    edit, tokens = EDITS[0], tokens_of("gpt2")
+    ours, other = (TransformerBridge(model_of("gpt2", True)) for _ in range(2))
+    there = [torch_hooks(bridge.original_model) for bridge in (ours, other)]
+    run(ours, tokens, edit).backward()
+    expected = gradients(ours)
+    with other.hooks(fwd_hooks=edit), ours.hooks(fwd_hooks=edit):
+        loss = ours(tokens, return_type="loss", use_cache=False)
+    loss.backward()
+    assert all(torch.equal(a, b) for a, b in zip(gradients(ours), expected, strict=True))
+    assert [torch_hooks(bridge.original_model) for bridge in (ours, other)] == there

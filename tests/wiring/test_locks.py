@@ -16,7 +16,7 @@ from bridge import TransformerBridge
 from bridge.run import layer_range
 from bridge.taps import attention
 from bridge.taps import attention_call as kernels
-from bridge.taps import tap as patched_functions
+from bridge.taps import taps as patched_functions
 from bridge.wiring import compiled, wiring
 from bridge.wiring.compiled import uncompiled
 from tests.conftest import tiny, torch_hooks
@@ -111,6 +111,7 @@ def test_attention_functions_that_are_watched(tokens):
         assert torch.equal(bridge.run_with_hooks(tokens, fwd_hooks=[(name, lambda x, hook: x * 0.5)]), expected)
 
     at_once(kernels, job)
+    at_once(attention, job)
     at_once(patched_functions, job)
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is own
     assert ALL_ATTENTION_FUNCTIONS._local_mapping == there
@@ -128,6 +129,7 @@ def test_a_hook_that_is_removed_while_its_module_runs(tokens, monkeypatch, when)
         return looked_up(*args)
 
     if when == "before the kernel":
+        # The moment between the tap and its kernel has no place where a user's function runs.
         monkeypatch.setattr(attention, "is_looked_up", removes)
     bridge(tokens)
     assert not bridge.wiring.listening

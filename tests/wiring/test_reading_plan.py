@@ -1,13 +1,15 @@
 """A cache of many points is read by a way of its own, where nobody changes anything: it has to be the same cache."""
 
 import copy
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
-from adapters.views import Deferred
 from bridge import TransformerBridge
 from tests.conftest import torch_hooks
 
@@ -42,15 +44,35 @@ def test_a_few_names_hold_what_they_show_and_no_graph(bridge: TransformerBridge,
     _, everything = bridge.run_with_cache(tokens)
     for name in names:
         assert torch.equal(cache[name], everything[name])
-    assert all(isinstance(value, Tensor) and value.grad_fn is None for value in cache._values.values())
+    assert all(cache[name].grad_fn is None for name in names)
+
+
+class InGraph(torch.autograd.Function):
+    """The identity, with an object that lives as long as the graph does."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, graphs: "weakref.WeakSet[nn.Module]") -> Tensor:
+        graphs.add(mark := nn.Identity())
+        ctx.mark = mark
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 def test_nothing_of_the_graph_is_kept(bridge: TransformerBridge, tokens: Tensor) -> None:
     """What waits to be computed holds tensors without a graph: else the whole pass would stay in memory."""
-    _, cache = bridge.run_with_cache(tokens)
-    for value in cache._values.values():
-        held = (value.x, *value.call.args, *value.call.kwargs.values()) if isinstance(value, Deferred) else (value,)
-        assert all(x.grad_fn is None for x in held if isinstance(x, Tensor))
+    graphs: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+    first = bridge.original_model.get_submodule(bridge.block_paths[0])
+    first.register_forward_pre_hook(lambda module, args: (InGraph.apply(args[0], graphs), *args[1:]))
+    with torch.enable_grad():
+        logits, cache = bridge.run_with_cache(tokens)
+    assert logits.requires_grad and len(graphs) == 1
+    del logits
+    gc.collect()
+    assert not graphs
+    assert cache["pattern", 1].grad_fn is None
 
 
 def test_a_module_that_was_replaced_is_found_anew(bridge: TransformerBridge, tokens: Tensor) -> None:
@@ -180,35 +202,56 @@ def test_a_run_in_a_hook_of_another_reads_by_hooks_of_its_own(bridge: Transforme
 
 
 def test_hooks_that_wait_for_the_next_run_hold_nothing_of_the_last(bridge: TransformerBridge, tokens: Tensor) -> None:
-    bridge.run_with_cache(tokens)
+    block, seen = bridge.original_model.get_submodule(bridge.block_paths[1]), []
+
+    def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        seen.append(weakref.ref(args[0]))
 
     def fail(module: nn.Module, args: object) -> None:
         raise KeyError("as a user's hook may")
 
-    handle = bridge.original_model.get_submodule(bridge.block_paths[1]).register_forward_pre_hook(fail)
-    with pytest.raises(KeyError, match="as a user's hook may"):
-        bridge.run_with_cache(tokens)
+    noting = block.register_forward_pre_hook(note)
+    with torch.no_grad():  # so that what is kept is the model's own tensor
+        _, cache = bridge.run_with_cache(tokens)
+        assert seen[0]() is not None and cache["resid_pre", 1] is seen[0]()
+        handle = block.register_forward_pre_hook(fail)
+        with pytest.raises(KeyError, match="as a user's hook may"):
+            bridge.run_with_cache(tokens)
     handle.remove()
-    turns = [turn for plan in bridge.wiring._plans for turn, _ in plan._idle]
-    assert turns and all(turn.reading is None for turn in turns)
+    noting.remove()
+    gc.collect()
+    assert len(seen) == 2 and seen[1]() is None
     assert torch_hooks(bridge.original_model) == 0
+
+
+def other(module: nn.Module) -> nn.Module:
+    """A copy that computes something else."""
+    copied = copy.deepcopy(module)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.mul_(1.01)
+    return copied
+
+
+def shows_what_runs(bridge: TransformerBridge, tokens: Tensor) -> None:
+    """A cache holds all that hooks see, and the logits are the model's."""
+    logits, cache = bridge.run_with_cache(tokens)
+    seen = read_one_by_one(bridge, tokens, list(bridge.run_with_cache(tokens)[1]))
+    assert torch.equal(logits, bridge.original_model(tokens).logits) and set(seen) == set(cache)
+    for name, x in seen.items():
+        torch.testing.assert_close(cache[name], x, rtol=1e-5, atol=1e-5)
 
 
 def test_a_plan_falls_with_any_module_that_was_replaced(bridge: TransformerBridge, tokens: Tensor) -> None:
     """Also where the new module has the place in memory that the old one had, and where the old one lives on."""
     kept: list[nn.Module] = []
     bridge.run_with_cache(tokens)
-    (plan,) = bridge.wiring._plans
-    assert plan.holds
     for point in ("blocks.1.attn.hook_q", "blocks.1.hook_resid_pre", "blocks.1.hook_mlp_out"):
         parent_path, _, name = bridge.hook_dict[point].point.site.path.rpartition(".")
         parent = bridge.original_model.get_submodule(parent_path)
         for _ in range(20):
-            setattr(parent, name, copy.deepcopy(getattr(parent, name)))
-        assert not bridge.wiring._plans[-1].holds
-        bridge.run_with_cache(tokens)
+            setattr(parent, name, other(getattr(parent, name)))
+        shows_what_runs(bridge, tokens)
         kept.append(getattr(parent, name))
-        setattr(parent, name, copy.deepcopy(kept[-1]))
-        assert not bridge.wiring._plans[-1].holds
-        _, cache = bridge.run_with_cache(tokens)
-        assert "blocks.1.hook_mlp_out" in cache and bridge.wiring._plans[-1].holds
+        setattr(parent, name, other(kept[-1]))
+        shows_what_runs(bridge, tokens)

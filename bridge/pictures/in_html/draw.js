@@ -21,6 +21,11 @@
     const spec = JSON.parse(element.querySelector("script").textContent);
     spec.params.find((parameter) => parameter.name === "dark").value = dark;
     let width = await embed(element, spec, dark);
+    const svg = element.querySelector("svg");
+    if (svg && width > room && spec.usermeta && spec.usermeta.details) {  // a graph is seen whole, to half its size
+      svg.style.width = `${Math.max(room, width / 2)}px`;
+      svg.style.height = "auto";
+    }
     const panels = [].concat((spec.usermeta && spec.usermeta.wrap) || 0);  // one number for each picture
     for (const [i, part] of (spec.vconcat || [spec]).entries()) {
       const facet = panels[i] && part.encoding.facet;

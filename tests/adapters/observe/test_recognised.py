@@ -13,7 +13,7 @@ NORMS = {
     "layer": (lambda: nn.LayerNorm(32, eps=1e-5), True, 0.0, 1e-5),
     "layer without bias": (lambda: nn.LayerNorm(32, eps=1e-3, bias=False), True, 0.0, 1e-3),
     "layer without weight": (lambda: nn.LayerNorm(32, eps=1e-5, elementwise_affine=False), True, 0.0, 1e-5),
-    "layer with no epsilon to speak of": (lambda: nn.LayerNorm(32, eps=1e-20), True, 0.0, None),
+    "layer with no epsilon to speak of": (lambda: nn.LayerNorm(32, eps=1e-20), True, 0.0, 0.0),
     "root mean square": (lambda: nn.RMSNorm(32, eps=1e-6), False, 0.0, 1e-6),
     "one plus weight": (lambda: GemmaRMSNorm(32, eps=1e-6), False, 1.0, 1e-6),
 }
@@ -30,12 +30,11 @@ def test_recognised(name: str, noise: float, dtype: torch.dtype) -> None:
         for parameter in module.parameters():
             parameter.add_(torch.randn_like(parameter) * noise)
     module = module.to(dtype)
-    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
-    found = recognise_module(module, 32, torch.zeros(1, dtype=dtype), weight=weight, bias=bias, tolerance=tolerance)
+    found = recognise_module(module, 32, torch.zeros(1, dtype=dtype), tolerance=tolerance)
     assert found is not None
     assert (found.centered, found.offset) == (centered, offset)
-    assert found.eps == (eps if eps is None else pytest.approx(eps, rel=1e-5 if dtype == torch.float32 else 1e-2))
+    assert found.eps == (eps if not eps else pytest.approx(eps, rel=1e-5 if dtype == torch.float32 else 1e-2))
 
 
 @pytest.mark.parametrize("module", [nn.Identity(), nn.Linear(32, 32), nn.Tanh(), nn.GroupNorm(4, 32)])
@@ -48,5 +47,6 @@ def test_a_weight_that_is_not_declared_is_noticed() -> None:
     norm = nn.LayerNorm(32)
     nn.init.normal_(norm.bias)
     x = torch.randn(4, 32)
-    assert recognise_norm(x, norm(x), norm.weight, norm.bias) is not None
-    assert recognise_norm(x, norm(x), norm.weight, None) is None
+    assert recognise_norm(x, norm(x), norm) is not None
+    without = nn.LayerNorm(32, bias=False)
+    assert recognise_norm(x, norm(x), without) is None

@@ -69,6 +69,19 @@ def test_a_rotation_of_which_cfg_says_nothing_is_not_proved(fact: str, said: str
     assert any(said in detail for detail in wrong)
 
 
+@pytest.mark.parametrize(
+    ("fact", "value", "said"),
+    [
+        ("d_mlp", 7, "not [batch pos d_mlp]: d_mlp is 7 (config_values={'d_mlp': 48} says another)"),
+        ("act_fn", None, "act_fn=None is no function that is known: say config_values={'act_fn': ...}"),
+    ],
+)
+def test_what_is_to_be_said_of_an_mlp_is_named_by_its_key(fact: str, value: object, said: str) -> None:
+    bridge = TransformerBridge(tiny("llama"))
+    setattr(bridge.cfg, fact, value)
+    assert said in str(verify(bridge))
+
+
 def test_a_module_that_is_no_norm_is_not_proved() -> None:
     model = tiny("llama")
     model.model.layers[1].input_layernorm.forward = torch.tanh

@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+
+from bridge.embedded import prompts
+from bridge.legacy import utils
 from bridge.legacy.head_detector import (
     compute_head_attention_similarity_score,
     detect_head,
@@ -9,9 +12,6 @@ from bridge.legacy.head_detector import (
     get_previous_token_head_detection_pattern,
     get_supported_heads,
 )
-
-from bridge.embedded import prompts
-from bridge.legacy import utils
 from bridge.legacy.SVDInterpreter import SVDInterpreter
 
 SENTENCE = "When Mary and John went to the store, John gave a drink to Mary."
