@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from adapters import imports as versions
-from adapters.inputs import accepted_arguments, takes
+from adapters.inputs import accepted_arguments, makes_decoder_tokens, takes
 from adapters.points import core_path
 from adapters.views import Kwargs
 from bridge import export as exporting
@@ -102,6 +102,7 @@ class Program(nn.Module):
         self._blocks = [
             self.model.get_submodule(path.removeprefix(as_written(bridge.original_model)[1])) for path in paths
         ]
+        self._makes_tokens = self._has_decoder and makes_decoder_tokens(bridge.core)
         self._starts_with = getattr(self._config, "decoder_start_token_id", None) if self._has_decoder else 0
         self._chooses = self.lowered.chooses_tokens
         self._run: Run = self.run_lowered
@@ -258,7 +259,7 @@ class Program(nn.Module):
         if torch.compiler.is_compiling() and self._caches and given.get("past_key_values") is None:
             arguments.setdefault("use_cache", False)  # nobody gets it, and it would be in the graph
         starts = {"decoder_input_ids", "decoder_inputs_embeds", "labels"}
-        if self._has_decoder and not starts & given.keys():
+        if self._has_decoder and not (self._makes_tokens and input_ids is not None) and not starts & given.keys():
             start = self._starts_with
             assert start is not None  # `_check` has seen to it
             arguments["decoder_input_ids"] = torch.full((tokens.shape[0], 1), start, device=tokens.device)

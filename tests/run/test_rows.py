@@ -93,3 +93,9 @@ def test_a_decoder_goes_on_behind_the_encoders_mask():
         whole = model(TOKENS, attention_mask=mask, decoder_input_ids=decoded).logits[:, 3:]
         found = bridge(TOKENS, attention_mask=mask, decoder_input_ids=decoded[:, 3:], past_key_values=past())
     torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_a_program_leaves_them_to_it_as_well():
+    model = shaken(transformers.BartForConditionalGeneration(transformers.BartConfig(**BART)))
+    bridge = TransformerBridge(model)
+    torch.testing.assert_close(bridge.program()(TOKENS)["logits"], bridge(TOKENS))
