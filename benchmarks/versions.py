@@ -225,8 +225,9 @@ TAIL = """Of torch, `2.13.0+cpu` is the build for CPUs. The others are the build
 libraries: empty ones stand in their place (`benchmarks/without_cuda.py`).
 
 What differs between versions is in `adapters/imports.py`, each difference with the version and the reason.
-What a version cannot do is refused by name when it is asked for: `export` needs transformers 5.23, loading with patches
-5.21, `generate_batch` 5.20, a gradient hook in a block with activation checkpointing 5.23.
+What a version cannot do is refused by name when it is asked for: `export` needs transformers 5.23 and torch 2.11,
+loading with patches transformers 5.21, `generate_batch` 5.20, a gradient hook in a block with activation checkpointing
+5.23.
 Thirteen classes whose mixture or block was another before 5.15 or 5.21 (DeepSeek V3,
 Granite's mixtures, Moshi) are inferred there from a run; later ones are declared. What a version computes wrongly
 itself, `adapters.verify` says.
