@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 REAL := $(VENV)/real
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test real slow sharded clients gpu export check docs pages format benchmarks models properties mutants matrix dist sdist extras clean
+.PHONY: demo test real slow sharded clients gpu export check docs notebooks pages format benchmarks models properties mutants matrix dist sdist extras clean
 
 demo: $(STAMP)
 	$(BIN)/python -m bridge demo
@@ -73,6 +73,10 @@ docs: $(STAMP)
 	rm -rf build/docs
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -b html docs build/docs
 	@echo "the pages are in build/docs/index.html"
+
+# Runs the notebooks of examples/ and stores them with what they show; an experiment's cells are those of docs/learn_*.md.
+notebooks: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.notebooks
 
 # Pictures, pages and notebooks in Chromium, and the built site.
 pages: docs

@@ -148,7 +148,7 @@ def writes_over() -> bool:
     return not (torch.is_grad_enabled() or torch.compiler.is_compiling())
 
 
-def per_head(x: Float[Tensor, "batch kv_head pos d"], n_heads: int) -> Float[Tensor, "batch head pos d"]:
+def per_head(x: Float[Tensor, "batch kv_head *any"], n_heads: int) -> Float[Tensor, "batch head *any"]:
     """Keys or values, once for each query head that they serve."""
     return x if x.shape[1] == n_heads else x.repeat_interleave(n_heads // x.shape[1], dim=1)
 
@@ -160,8 +160,8 @@ def scores_of(
     cap: float | None = None,
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
-) -> Float[Tensor, "batch head pos key_pos"]:
-    """What enters the softmax.
+) -> Float[Tensor, "batch head pos scored_pos"]:
+    """What enters the softmax: a column for each key, and one for the sinks behind them.
 
     Args:
         query, key: behind their norms and rotation.

@@ -28,6 +28,17 @@ from adapters.points import core_path, has_module, module_at, path_from
 class ModelFields:
     """What every configuration says: that of a model (`ModelConfig`), of one from scratch, HookedTransformer's."""
 
+    def native(self) -> dict[str, Any]:
+        """The fields of a configuration of `bridge.native` for the same model.
+
+        Raises:
+            TypeError: such a configuration has none.
+        """
+        raise TypeError(
+            f"{type(self).__name__} says what a model is, not what one is made of: boot_native takes a NativeConfig, "
+            "its fields, or a HookedTransformerConfig"
+        )
+
     n_key_value_heads: int | None = None
     attention_dir: str = "causal"
     attn_only: bool = False

@@ -14,8 +14,8 @@ from pathlib import Path
 OURS = '"""Which module of a Hugging Face model plays which part'
 _BOTH = "AdapterHub's distribution `adapters` installs a package of the same name, and one environment cannot hold both"
 _REPAIR = (
-    "pip uninstall adapters, then pip install --force-reinstall --no-deps transformer-bridge; or keep them in separate "
-    "environments"
+    "pip uninstall adapters, then, in the checkout of transformer-bridge, pip install --force-reinstall --no-deps . ; "
+    "or keep them in separate environments"
 )
 
 

@@ -46,9 +46,7 @@ def public_classes() -> dict[str, set[type]]:
     return found
 
 
-#: What a harvest returns: the room is under work, its names and first lines with it.
-UNDER_WORK = {"Check", "Report", "HarvestCheck", "Harvested"}
-CLASSES = {name: classes for name, classes in public_classes().items() if name not in UNDER_WORK}
+CLASSES = public_classes()
 
 
 def first_line(cls: type) -> str:

@@ -40,7 +40,10 @@ def uninstall_theirs(site: Path) -> None:
 
 
 AFTER = "adapters 1.3.0 was installed over transformer-bridge's own package: Python finds {site}/adapters/__init__.py."
-REPAIR = "pip uninstall adapters, then pip install --force-reinstall --no-deps transformer-bridge; or keep them in"
+REPAIR = (
+    "pip uninstall adapters, then, in the checkout of transformer-bridge, pip install --force-reinstall --no-deps . ; "
+    "or keep them in"
+)
 
 
 @pytest.mark.parametrize(

@@ -105,18 +105,10 @@ class Call:
         return found
 
     def without_graph(self) -> Call:
-        """The same call, for what is kept: of tensors that hold no graph, and without the keys and values of a past."""
-        kwargs = {name: _without_graph(x) for name, x in self.kwargs.items()}
-        return Call(self.module, tuple([_without_graph(x) for x in self.args]), kwargs, self.sources, self.scratch)
-
-
-def _without_graph(x: Any) -> Any:
-    """What may be kept of an argument: None in place of an object, which may hold tensors of its own."""
-    if isinstance(x, Tensor):
-        return x.detach() if x.requires_grad else x
-    if isinstance(x, tuple):
-        return tuple(map(_without_graph, x))
-    return x if isinstance(x, int | float | str) else None
+        """The same call, for what is kept: its tensors without a graph, and not the keys and values of a past."""
+        args = tuple([x.detach() for x in self.args if isinstance(x, Tensor)])
+        kwargs = {name: x.detach() for name, x in self.kwargs.items() if isinstance(x, Tensor)}
+        return Call(self.module, args, kwargs, self.sources, self.scratch)
 
 
 def split(x: Tensor, n: int) -> Tensor:

@@ -51,7 +51,7 @@ class HeadDetectionError(ValueError, AssertionError):
 @refuse_wrong_types
 def detect_head(
     model: StudiedBridge,
-    seq: str | Sequence[str],
+    seq: str | Sequence[str] | Int[Tensor, "pos"] | Int[Tensor, "batch pos"],
     detection_pattern: Num[Tensor, "query key"] | str,
     heads: Sequence[LayerHeadTuple] | Mapping[int, Sequence[int]] | None = None,
     cache: Mapping[str, Tensor] | None = None,
@@ -62,9 +62,12 @@ def detect_head(
 ) -> Float[Tensor, "layer head"]:
     """How well each head's attention on a text agrees with a detection pattern.
 
+    Induction heads show only where something repeats: give tokens whose second half is the first again.
+
     Args:
         model: the bridge.
-        seq: a text, or several, whose scores are averaged.
+        seq: a text, or several, whose scores are averaged; or tokens as the model takes them, BOS included and without
+            padding, ``[pos]`` or ``[batch, pos]``.
         detection_pattern: ``[query, key]`` over the text's tokens, or the name of a kind of head: one of `HEAD_NAMES`.
         heads: pairs of layer and head, or for each layer its heads; None: all.
         cache: the activations of one run on the text, with or without batch axis; None: they are computed here.
@@ -78,20 +81,29 @@ def detect_head(
     Raises:
         HeadDetectionError: (a ValueError) an unknown kind of head or measure, a text or pattern of a wrong size, a head
             that the model lacks, or a cache that does not belong to one text.
+        TypeError: `seq` is neither text nor tokens.
 
     Example:
+        >>> import torch
         >>> from bridge import TransformerBridge
         >>> from bridge.analysis.head_detector import detect_head
         >>> bridge = TransformerBridge.boot_embedded()
         >>> scores = detect_head(bridge, "Mary and John went to the store", "previous_token_head")
         >>> scores.shape, bool(scores.max() > 0.5)
         (torch.Size([4, 4]), True)
+        >>> half = torch.randint(10, bridge.cfg.d_vocab, (25,), generator=torch.Generator().manual_seed(0))
+        >>> scores = detect_head(bridge, torch.cat([half, half]), "induction_head")
+        >>> divmod(int(scores.argmax()), 4)[0]  # the layer
+        1
     """
     check_choice("error_measure", error_measure, get_args(ErrorMeasure), HeadDetectionError)
     if isinstance(detection_pattern, str) and detection_pattern not in HEAD_NAMES:
         raise HeadDetectionError(INVALID_HEAD_NAME_ERR % detection_pattern)
     chosen = _heads(model, heads)
-    texts = [seq] if isinstance(seq, str) else list(seq)
+    if isinstance(seq, Tensor):
+        texts: list[str | Tensor] = list(seq[None] if seq.ndim == 1 else seq)
+    else:
+        texts = [seq] if isinstance(seq, str) else list(seq)
     if not texts:
         raise HeadDetectionError("there are no texts: the list is empty")
     if cache is not None and len(texts) > 1:
@@ -107,14 +119,14 @@ def detect_head(
 
 def _detect(
     model: StudiedBridge,
-    text: str,
+    text: str | Tensor,
     wanted: Tensor | str,
     heads: Mapping[int, Sequence[int]],
     cache: Mapping[str, Tensor] | None,
     options: dict[str, Any],
 ) -> Tensor:
     cfg = model.cfg
-    tokens = model.to_tokens(text, truncate=False)
+    tokens = model.to_tokens(text, truncate=False) if isinstance(text, str) else text[None].to(cfg.device)
     length = tokens.shape[1]
     if length < 2 or (cfg.n_ctx is not None and length > cfg.n_ctx):
         raise HeadDetectionError(SEQ_LEN_ERR)

@@ -65,6 +65,19 @@ _ADAPTERS = {
     "other options": "an adapter for other options than these",
 }  # fmt: skip
 
+#: What TransformerLens' bridge and nnsight have besides, and what to use.
+_ELSEWHERE = {
+    "clear_hook_registry": "reset_hooks(including_permanent=True): hook points themselves stay",
+    "composition_layer_indices": "[index for index, _ in bridge.blocks_with('attn')]",
+    "QK_for_attn_layers": "bridge.stack_params_for('attn', 'attn.W_Q') and '...W_K', and FactoredMatrix(W_Q, W_K.mT)",
+    "OV_for_attn_layers": "bridge.stack_params_for('attn', 'attn.W_V') and '...W_O', and FactoredMatrix(W_V, W_O)",
+    "block_hooks": "[name for name in bridge.hook_dict if name.startswith('blocks.0.')]",
+    "block_submodules": "dir(bridge.blocks[0])",
+    "prepare_multimodal_inputs": "bridge(**AutoProcessor.from_pretrained(name)(text, images, return_tensors='pt'))",
+    "get_params": "tl_parameters(): zeros are not made up for what is missing",
+    "lm_head": "bridge.unembed, bridge.original_model.lm_head, or in a trace run.module('lm_head').output",
+}
+
 
 @dataclass(frozen=True, repr=False)
 class SupportReport:
@@ -403,9 +416,19 @@ class WrappedModel(nn.Module, RunnableBridge):
         """The model's own state dict."""
         return self.original_model.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """The model's own `load_state_dict`."""
-        return self.original_model.load_state_dict(*args, **kwargs)
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """The model's own `load_state_dict`.
+
+        Raises:
+            ValueError: the names are the canonical ones, HookedTransformer's.
+        """
+        if state_dict and not state_dict.keys() - self.weights.getters.keys():
+            raise ValueError(
+                f"the state dict has HookedTransformer's names, such as {next(iter(state_dict))!r}, and this takes the "
+                "model's own: bridge.legacy.HookedTransformer(bridge.original_model).load_state_dict takes them, and "
+                "writes to the same model"
+            )
+        return self.original_model.load_state_dict(state_dict, *args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's parameters under its own names."""
@@ -486,6 +509,8 @@ class WrappedModel(nn.Module, RunnableBridge):
                 raise
         if isinstance(getattr(type(self), name, None), property):
             return object.__getattribute__(self, name)  # it is there, and says itself what it lacks
+        if name in _ELSEWHERE:
+            raise AttributeError(f"the bridge has no {name!r}. Use {_ELSEWHERE[name]}")
         return self.__dict__["_tree"].get("", name, [own for own in dir(type(self)) if own[0] != "_"])
 
     def __dir__(self) -> list[str]:

@@ -48,6 +48,7 @@ class GenerationMethods(RunMethods, WeightMethods):
         temperature: float | None = None,
         freq_penalty: float = 0.0,
         repetition_penalty: float | None = None,
+        *,
         num_return_sequences: int = 1,
         use_past_kv_cache: bool = True,
         prepend_bos: bool | None = None,
@@ -222,8 +223,8 @@ class GenerationMethods(RunMethods, WeightMethods):
     def hf_generate(
         self,
         input: Input = "",
-        prepend_bos: bool | None = None,
         *,
+        prepend_bos: bool | None = None,
         return_type: str | None = None,
         stop_at_eos: bool = True,
         use_past_kv_cache: bool | None = None,

@@ -74,13 +74,29 @@ class AddsHooks:
             raise
         return handles
 
-    def add_perma_hook(self, name: NamesFilter | HookPoint, hook: HookFunction, dir: str = "fwd") -> list[Handle]:
+    def add_perma_hook(
+        self,
+        name: NamesFilter | HookPoint,
+        hook: HookFunction | None = None,
+        dir: str = "fwd",
+        *,
+        hook_fn: HookFunction | None = None,
+    ) -> list[Handle]:
         """Adds a hook that `reset_hooks` leaves alone unless told otherwise.
 
         Args:
-            name, hook, dir: as for `add_hook`.
+            name, hook, dir, hook_fn: as for `add_hook`.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> (handle,) = bridge.add_perma_hook("blocks.0.hook_mlp_out", hook_fn=lambda x, hook: x * 0)
+            >>> bridge.reset_hooks()
+            >>> bool((bridge.run_with_cache("Mary")[1]["mlp_out", 0] == 0).all())
+            True
+            >>> handle.remove()
         """
-        return self.add_hook(name, hook, dir, is_permanent=True)
+        return self.add_hook(name, hook, dir, is_permanent=True, hook_fn=hook_fn)
 
     def reset_hooks(
         self,

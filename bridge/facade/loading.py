@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from adapters.config import ModelFields
 from bridge import embedded, loading
 from bridge.facade.weights import WeightMethods
-from bridge.native import NativeConfig
 
 
 class LoadingMethods(WeightMethods):
@@ -121,7 +121,7 @@ class LoadingMethods(WeightMethods):
     @classmethod
     def boot_native(
         cls,
-        config: NativeConfig | Mapping[str, object],
+        config: ModelFields | Mapping[str, object],
         tokenizer: PreTrainedTokenizerBase | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -130,7 +130,7 @@ class LoadingMethods(WeightMethods):
         """A small transformer with random weights, for studies of toy models.
 
         Args:
-            config: a `NativeConfig`, or its fields.
+            config: a `NativeConfig`, its fields, or a configuration of HookedTransformer's (`bridge.legacy`).
             tokenizer: for text input; None: the one that the configuration's `tokenizer_name` names, if it does.
             device, dtype, model_name: in place of the configuration's.
 

@@ -52,6 +52,7 @@ class RunMethods(HookMethods, TokenMethods):
         prepend_bos: bool | None = None,
         padding_side: str | None = None,
         attention_mask: Tensor | NDArray[Any] | None = None,
+        *,
         start_at_layer: int | None = None,
         stop_at_layer: int | None = None,
         **model_kwargs: Any,

@@ -181,6 +181,7 @@ class WeightMethods(TokenMethods):
 
     def process_weights(
         self,
+        *,
         fold_ln: Choice = ON,
         center_writing_weights: Choice = ON,
         center_unembed: Choice = ON,
@@ -227,6 +228,7 @@ class WeightMethods(TokenMethods):
 
     def enable_compatibility_mode(
         self,
+        *,
         fold_ln: Choice = ON,
         center_writing_weights: Choice = ON,
         center_unembed: Choice = ON,
@@ -256,12 +258,12 @@ class WeightMethods(TokenMethods):
         """
         if not no_processing:
             self.process_weights(
-                fold_ln,
-                center_writing_weights,
-                center_unembed,
-                fold_value_biases,
-                refactor_factored_attn_matrices,
-                check,
+                fold_ln=fold_ln,
+                center_writing_weights=center_writing_weights,
+                center_unembed=center_unembed,
+                fold_value_biases=fold_value_biases,
+                refactor_factored_attn_matrices=refactor_factored_attn_matrices,
+                check=check,
             )
 
     def restore_processing(self) -> None:
@@ -295,17 +297,19 @@ class WeightMethods(TokenMethods):
         return Labels("+".join(names) or "unknown" for names in layers.values())
 
     @refuse_wrong_types
-    def blocks_with(self, part: str) -> list[tuple[int, Component]]:
+    def blocks_with(self, part: str | None = None, *, submodule: str | None = None) -> list[tuple[int, Component]]:
         """The layers that have a part, with their indices: what hybrids are gone through by.
 
         Args:
             part: ``attn``, ``mixer``, ``mlp`` or ``cross_attn``, or another of those in `layer_types`.
+            submodule: another name of `part`.
 
         Returns:
             ``[(index, block), ...]``; of an encoder-decoder the encoder's, then the decoder's, each with its own index.
 
         Raises:
             ValueError: no part is called so.
+            TypeError: not one part.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -315,7 +319,11 @@ class WeightMethods(TokenMethods):
             >>> bridge.blocks_with("mixer")
             []
         """
-        return layers_with(part, parts_of_layers(self._tree, self.architecture, self.cfg), self._tree)
+        if (part is None) == (submodule is None):
+            raise TypeError("blocks_with takes one part: as `part`, or as `submodule`")
+        return layers_with(
+            part or submodule or "", parts_of_layers(self._tree, self.architecture, self.cfg), self._tree
+        )
 
     @property
     def OV(self) -> FactoredMatrix:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,8 +41,8 @@ class Direction:
 @refuse_wrong_types
 def direction(
     bridge: TransformerBridge,
-    positives: Int[Tensor, "n pos"],
-    negatives: Int[Tensor, "m pos2"],
+    positives: Sequence[str] | Int[Tensor, "n pos"],
+    negatives: Sequence[str] | Int[Tensor, "m pos2"],
     point: str | HookPoint,
     how: How = "mean",
     *,
@@ -53,7 +54,7 @@ def direction(
 
     Args:
         bridge: the bridge.
-        positives, negatives: the prompts, without padding.
+        positives, negatives: the prompts: texts, of any lengths, or tokens without padding.
         point: the hook point, of ``[batch, pos, d]``.
         how: ``"mean"``, the difference of the means (Marks and Tegmark 2023); ``"pca"``, the first principal component
             of both together (Zou et al. 2023); ``"probe"``, the weights of a logistic regression (scikit-learn's).
@@ -72,9 +73,10 @@ def direction(
         >>> from bridge import TransformerBridge
         >>> from bridge.features import direction
         >>> bridge = TransformerBridge.boot_embedded()
-        >>> mary = bridge.to_tokens([f"{name} gave a drink to Mary" for name in ("John", "Tom", "James", "Daniel")])
-        >>> anna = bridge.to_tokens([f"{name} gave a drink to Anna" for name in ("John", "Tom", "James", "Daniel")])
-        >>> found = direction(bridge, mary, anna, "blocks.1.hook_resid_post")
+        >>> countries = ("France", "Spain", "Italy", "Germany")
+        >>> capital = [f"In {country}, the capital is" for country in countries]
+        >>> language = [f"The language of {country} is" for country in countries]
+        >>> found = direction(bridge, capital, language, "blocks.1.hook_resid_post")
         >>> found.vector.shape, found.accuracy
         (torch.Size([128]), 1.0)
     """
@@ -82,7 +84,7 @@ def direction(
     if min(len(positives), len(negatives)) < 4:
         raise ValueError(f"there are {len(positives)} positives and {len(negatives)} negatives: each set needs four")
     (hook,) = bridge.select_hooks(point)
-    both = [_at(bridge, tokens, hook, position) for tokens in (positives, negatives)]
+    both = [_at(bridge, prompts, hook, position) for prompts in (positives, negatives)]
     acts, labels = torch.cat(both), torch.cat([torch.ones(len(both[0])), torch.zeros(len(both[1]))]).bool()
     generator = torch.Generator().manual_seed(seed)
     vector, accuracy = _found(acts, labels, how, held_out, generator)
@@ -93,8 +95,10 @@ def direction(
 
 
 @torch.no_grad()
-def _at(bridge: TransformerBridge, tokens: Tensor, hook: HookPoint, position: int) -> Tensor:
-    _, cache = bridge.run_with_cache(tokens, names_filter=hook)
+def _at(bridge: TransformerBridge, prompts: Sequence[str] | Tensor, hook: HookPoint, position: int) -> Tensor:
+    if not isinstance(prompts, Tensor):  # each alone: their lengths may differ
+        return torch.cat([_at(bridge, bridge.to_tokens(text), hook, position) for text in prompts])
+    _, cache = bridge.run_with_cache(prompts, names_filter=hook)
     act = cache[hook.name]
     if act.ndim != 3:
         raise ValueError(f"{hook.name} has the axes [{hook.point.axes}]; a direction is of [batch, pos, d]")
@@ -151,7 +155,7 @@ def written_points(bridge: TransformerBridge) -> list[str]:
 
 
 @torch.no_grad()
-def write_into_weights(bridge: TransformerBridge, vector: Float[Tensor, " d_model"]) -> None:
+def write_into_weights(bridge: TransformerBridge, vector: Float[Tensor, " d_model"] | Direction) -> None:
     """Makes the removal of a direction part of the weights: nothing writes along it any more (Arditi et al. 2024).
 
     The model is changed in place, and computes what it did with ``ProjectOut(vector)`` at `written_points`;
@@ -159,7 +163,7 @@ def write_into_weights(bridge: TransformerBridge, vector: Float[Tensor, " d_mode
 
     Args:
         bridge: the bridge.
-        vector: the direction.
+        vector: the direction, as a tensor or as `direction` found it.
 
     Raises:
         ValueError: something stands between the weights and the stream (a norm behind a part, or of the embeddings),
@@ -176,6 +180,7 @@ def write_into_weights(bridge: TransformerBridge, vector: Float[Tensor, " d_mode
         >>> bool((cache["blocks.2.hook_resid_post"] @ vector).abs().max() < 1e-4)
         True
     """
+    vector = vector.vector if isinstance(vector, Direction) else vector
     parts = ProcessedParts(bridge.weights)
     steps = [f"{block}.{named.name}" for block, _, named in parts.steps if named.step.post]
     begin = bridge.architecture.embedding

@@ -34,7 +34,7 @@ from bridge.hooks.names import suggestion
 
 @dataclass
 class HarvestCheck:
-    """What was found.
+    """What a harvest's checksums say of its files.
 
     Attributes:
         path: the folder.

@@ -171,7 +171,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Harvested:
-    """What came of a harvest.
+    """What a call of `harvest` wrote, and how fast.
 
     Attributes:
         path: its folder.

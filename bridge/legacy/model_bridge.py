@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,9 @@ from bridge.hooks.hooks import HookPoint as AnyHookPoint
 from bridge.hooks.names import NamesFilter
 from bridge.legacy.hook_points import HookFunction
 from bridge.legacy.HookedTransformer import HookedTransformer
-from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.loading_from_pretrained import copied_tokenizer
 from bridge.legacy.module_tree import ModuleTree
 from bridge.legacy.table import named
-from bridge.native import NativeConfig
 from bridge.run.inputs import HookSpec, Input
 from bridge.run.recorder import PosSlice
 from bridge.run.tokenization import as_tokens, texts_in
@@ -49,20 +47,6 @@ class TransformerBridge(ModuleTree):
 
     def __init__(self, hf_model: nn.Module, tokenizer: Any = None, **arguments: Any) -> None:
         super().__init__(hf_model, None if tokenizer is None else copied_tokenizer(tokenizer), **arguments)
-
-    @classmethod
-    def boot_native(
-        cls,
-        config: NativeConfig | HookedTransformerConfig | Mapping[str, object],
-        tokenizer: Any = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        model_name: str | None = None,
-    ) -> Self:
-        """As for `bridge.TransformerBridge.boot_native`; a `TransformerBridgeConfig` is taken, too."""
-        if isinstance(config, HookedTransformerConfig):
-            config = NativeConfig(**config.native())
-        return super().boot_native(config, tokenizer, device, dtype, model_name)
 
     @property
     def hook_dict(self) -> dict[str, Any]:  # type: ignore[override]

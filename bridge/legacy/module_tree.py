@@ -747,7 +747,10 @@ class ModuleTree(HoldsParameters, CallableParts, ListsHooks):
             if isinstance(self.parts[full], Blocks):
                 self.parts[full].refuse()
             if name == "pos_embed":
-                raise TypeError(f"{full} cannot be replaced: its modules can, or use hooks on its hook points")
+                raise TypeError(
+                    f"{full} cannot be replaced, as the model calls its own with positions, not tokens: assign to "
+                    f"{full}.W_pos, or model.add_hook('hook_pos_embed', lambda x, hook: ...) returns what is added"
+                )
             self.call_in_place_of(self.parts[full])
             parent._modules[name] = value
             try:

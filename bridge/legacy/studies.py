@@ -1,5 +1,7 @@
-"""What HookedTransformer's modules of studies offer: `patching`, `SVDInterpreter`, and the `tools` of version 4, whose
-names say which study of the bridge does the same."""
+"""`patching` and `SVDInterpreter` as HookedTransformer has them, and the `tools` of version 4.
+
+The names of the last say which study of the bridge does the same.
+"""
 
 from __future__ import annotations
 

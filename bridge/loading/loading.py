@@ -17,6 +17,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
+from adapters.config import ModelFields
 from bridge.hooks.names import suggestion
 from bridge.loading.patches import Patches, WeightConversions, keep_recording, patched
 from bridge.native import NativeConfig, NativeModel
@@ -444,7 +445,7 @@ def tokenizer_of(files: ModelFiles, progress: bool) -> PreTrainedTokenizerBase |
 
 
 def make_native(
-    config: NativeConfig | Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None, **changes: object
+    config: ModelFields | Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None, **changes: object
 ) -> tuple[NativeModel, PreTrainedTokenizerBase | None]:
     """A small transformer with random weights, and its tokenizer; see `TransformerBridge.boot_native`.
 
@@ -452,7 +453,8 @@ def make_native(
         config, tokenizer: as there.
         changes: fields in place of the configuration's; None leaves one as it is.
     """
-    native = copy.copy(config) if isinstance(config, NativeConfig) else NativeConfig(**config)
+    given = config.native() if isinstance(config, ModelFields) and not isinstance(config, NativeConfig) else config
+    native = copy.copy(given) if isinstance(given, NativeConfig) else NativeConfig(**given)
     for name, value in changes.items():
         if value is not None:
             setattr(native, name, str(value) if name == "device" else value)

@@ -165,9 +165,10 @@ class Inputs:
 #: Arguments of a bridge's other calls, for who gives them where they are not taken.
 TAKEN_BY = {
     **dict.fromkeys(
-        ("names_filter", "incl_bwd", "pos_slice", "device", "remove_batch_dim", "return_cache_object"),
+        ("names_filter", "incl_bwd", "pos_slice", "device", "return_cache_object"),
         "run_with_cache takes it",
     ),
+    "remove_batch_dim": "run_with_cache takes it; a hook's activation has its batch axis: write `x[0]` in the function",
     **dict.fromkeys(
         ("fwd_hooks", "bwd_hooks"), "run_with_hooks takes it, and so does `with bridge.hooks(...)` around any call"
     ),

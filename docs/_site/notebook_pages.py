@@ -31,7 +31,9 @@ def write(examples: Path, folder: Path) -> None:
     """
     folder.mkdir(exist_ok=True)
     wanted = {
-        path.stem: page(json.loads(path.read_text(encoding="utf-8")), path.name) for path in examples.glob("*.ipynb")
+        path.stem: page(json.loads(path.read_text(encoding="utf-8")), path.name)
+        for path in examples.glob("*.ipynb")
+        if not path.stem.startswith("learn_")  # those are pages of docs/ already
     }
     for old in folder.glob("*.md"):
         if old.stem not in wanted:

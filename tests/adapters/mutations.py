@@ -623,7 +623,7 @@ def mutations(model: PreTrainedModel) -> Iterator[Mutation]:
 
 @contextmanager
 def declared_as(architecture: Architecture) -> Iterator[None]:
-    """Whatever is wrapped has this declaration."""
+    """Whatever is wrapped has this declaration, also one that no file could hold and no registry would take."""
     with (
         mock.patch.object(adapters.model, "declaration_for", return_value=architecture),
         mock.patch.object(adapters.model, "is_declared", return_value=True),

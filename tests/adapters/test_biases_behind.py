@@ -112,6 +112,7 @@ def test_a_bias_of_loras_own_counts_beside_it() -> None:
 
 def test_a_wrong_result_of_heads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads without the constant that the block multiplies them with."""
+    # The library itself is made wrong: a declaration cannot say it.
     monkeypatch.setattr(Step, "last_factor", 1.0)
     report = verify(TransformerBridge(shifted_llama(), automatic="always"))
     assert "z through W_O gives attn_out" in [check.name for check in report.failed], report

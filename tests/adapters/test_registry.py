@@ -49,13 +49,33 @@ def install(folder: Path, package: str, code: str | None, target: str) -> None:
     (info / "entry_points.txt").write_text(f"[transformer_bridge.adapters]\nstable_lm = {target}\n")
 
 
-def test_another_package_brings_an_adapter(tmp_path: Path) -> None:
+#: What is registered before its family is imported stays.
+FIRST = """
+from adapters import map_model, register
+from transformers import Qwen3Config, Qwen3Model, Qwen2Config, Qwen2Model
+
+sizes = dict(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+             num_key_value_heads=2, max_position_embeddings=8, head_dim=4)
+
+@register("Qwen3PreTrainedModel")
+def mine(config):
+    raise SystemExit("mine")
+
+map_model(Qwen2Model(Qwen2Config(**sizes)))  # whose family's file declares the other, too
+try:
+    map_model(Qwen3Model(Qwen3Config(**sizes)))
+except SystemExit as mine:
+    print(mine)
+"""
+
+
+def test_another_package_brings_an_adapter_and_what_is_registered_first_stays(tmp_path: Path) -> None:
     """In a fresh interpreter, which finds the folder's distributions beside our own."""
     install(tmp_path, "my_adapters", ADAPTER, "my_adapters")
     root = str(Path(__file__).parents[2])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), root])}
-    done = subprocess.run([sys.executable, "-c", USE], env=environment, capture_output=True, text=True)
-    assert done.stdout.splitlines() == ["True", "{'from': 'another package'}"], done.stderr
+    done = subprocess.run([sys.executable, "-c", FIRST + USE], env=environment, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["mine", "True", "{'from': 'another package'}"], done.stderr
 
 
 @pytest.mark.parametrize(
@@ -72,6 +92,7 @@ def test_an_adapter_that_cannot_be_imported_is_named(
     install(tmp_path, "broken", code, target)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "broken", raising=False)
+    # Other packages are looked for once in a process, and there is one process for all tests.
     monkeypatch.setattr(registry, "_loaded", False)
     for _ in range(2):  # it is not forgotten after the first time
         with pytest.raises(error, match=message) as caught:
@@ -113,34 +134,15 @@ def test_the_list_of_classes_names_what_the_files_declare() -> None:
     assert len(set(every)) == len(every)
 
 
-FIRST = """
-from adapters import map_model, register
-from transformers import Qwen3Config, Qwen3Model, Qwen2Config, Qwen2Model
-
-sizes = dict(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-             num_key_value_heads=2, max_position_embeddings=8, head_dim=4)
-
-@register("Qwen3PreTrainedModel")
-def mine(config):
-    raise SystemExit("mine")
-
-map_model(Qwen2Model(Qwen2Config(**sizes)))  # whose family's file declares the other, too
-map_model(Qwen3Model(Qwen3Config(**sizes)))
-"""
-
-
-def test_what_is_registered_before_a_family_is_imported_stays() -> None:
-    done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True)
-    assert done.stderr.strip() == "mine"
-
-
 def test_importing_the_class_loads_no_family_and_no_proof() -> None:
-    code = "import sys; from bridge import TransformerBridge; print(*sys.modules)"
+    """Nor beartype, which cannot be imported after nnsight: that adds a method to `object`."""
+    code = "import sys; sys.modules['beartype'] = None; from bridge import TransformerBridge; print(*sys.modules)\n"
+    code += "from bridge.hooks.arguments import check_types; check_types('f', {'x': ['a']}, {'x': list[str]})"
     loaded = set(
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     )
     assert "bridge.run.run" in loaded
     rooms = ("adapters.families.", "adapters.automatic.", "bridge.trace.", "bridge.programs.", "bridge.generation.")
     rooms += ("bridge.lens.", "bridge.loading.", "bridge.patching", "bridge.legacy", "bridge.pictures", "bridge.export")
-    rooms += ("adapters.proofs.proofs", "beartype")
+    rooms += ("adapters.proofs.proofs", "beartype.")
     assert not [name for name in loaded if name.startswith(rooms)]

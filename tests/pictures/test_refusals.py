@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from bridge import pictures
+from bridge.hooks.asked import StudiedBridge
 
 T = ["a", "b"]
 
 
-class Words:
+class Words(StudiedBridge):
     def to_single_str_token(self, int_token):
         return str(int_token)
 

@@ -88,6 +88,7 @@ def test_no_text_of_a_token_ends_the_script():
 
 
 def test_notebooks_are_given_a_still_picture_and_the_library_once(picture, monkeypatch):
+    # A session's first output is another than the later ones; other tests have had theirs.
     monkeypatch.setattr("bridge.pictures.pictures._outputs", itertools.count())
     first, second = picture._repr_mimebundle_(), picture._repr_mimebundle_()
     assert set(first) == {"text/html", "image/png", "text/plain"}

@@ -22,9 +22,9 @@ EXPORTED = (
         ["programs/compiled.py"],
         ["programs/shared.py"],
         ["programs/changed.py"],
-        ["patching/sweep.py", *(f"programs/exported.py::{name}" for name in EXPORTED)],
+        [f"programs/exported.py::{name}" for name in EXPORTED],
     ],
-    ids=lambda files: files[0],
+    ids=["compiled", "shared", "changed", "exported"],
 )
 def test_compiled_and_exported_programs(files: list[str]):
     made = subprocess.run(

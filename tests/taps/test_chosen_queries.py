@@ -52,6 +52,7 @@ def made(monkeypatch):
         sizes.append(found.shape[2])
         return found
 
+    # Scores that were made in full and cut afterwards look the same: what was saved is seen here alone.
     monkeypatch.setattr(AttentionCall, "scores", scores)
     return sizes
 

@@ -208,7 +208,7 @@ def test_one_transform_after_the_other(case: str, order: tuple[str, ...]) -> Non
 def test_nothing_asked_nothing_done() -> None:
     bridge = TransformerBridge(tiny("gpt2"))
     values = copies(bridge.original_model)
-    bridge.process_weights(False, False, False, False)
+    bridge.process_weights(fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False)
     bridge.enable_compatibility_mode(no_processing=True)
     assert same(bridge.original_model, values)
     assert bridge.cfg.processed == {}

@@ -129,6 +129,7 @@ def test_a_hook_that_is_removed_while_its_module_runs(tokens, monkeypatch, when)
         return looked_up(*args)
 
     if when == "before the kernel":
+        # The moment between the tap and its kernel has no place where a user's function runs.
         monkeypatch.setattr(attention, "is_looked_up", removes)
     bridge(tokens)
     assert not bridge.wiring.listening

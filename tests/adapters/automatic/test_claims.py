@@ -14,7 +14,7 @@ from adapters.inputs import sample_inputs, split
 from benchmarks.models import how_much
 from bridge import TransformerBridge
 from tests.adapters.mutations import declared_as
-from tests.tiny_models import WIDE, model_class, tiny_config, tiny_model, tiny_of
+from tests.tiny_models import model_class, tiny_config, tiny_model, tiny_of
 
 
 def all_of(bridge: TransformerBridge) -> dict[str, Tensor]:
@@ -24,10 +24,15 @@ def all_of(bridge: TransformerBridge) -> dict[str, Tensor]:
         return dict(bridge.run_with_cache(tokens, names_filter=lambda name: True, **more)[1])
 
 
+#: Heads as wide as those of a real model, and few of them.
+HEADS_OF_64 = {"hidden_size": 128, "encoder_num_attention_heads": 2, "decoder_num_attention_heads": 2}
+HEADS_OF_64 |= {"encoder_num_key_value_heads": 2, "decoder_num_key_value_heads": 2}
+
+
 @pytest.mark.parametrize("sizes", ["small", "wide"])
 def test_a_rotation_by_the_angles_of_another_width(sizes: str) -> None:
     """Moonshine makes its angles of 90 % of a head's columns, and turns one more: no base of that width."""
-    config = tiny_config("moonshine", "speech", **({"sizes": WIDE} if sizes == "wide" else {}))
+    config = tiny_config("moonshine", "speech", **HEADS_OF_64 if sizes == "wide" else {})
     model = tiny_of(model_class("moonshine", "speech"), config)
     bridge = TransformerBridge(model)
     assert how_much(bridge) == "full"

@@ -30,6 +30,7 @@ def bars(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             self.said.append(s)
             super().set_postfix_str(s, refresh)
 
+    # A bar shows itself on a terminal, and after seconds: a test has neither.
     monkeypatch.setattr(progress, "tqdm", Bar)
     monkeypatch.setattr(progress, "_DELAY", 0.0)
     return made

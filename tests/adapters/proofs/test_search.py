@@ -56,6 +56,7 @@ def test_what_holds_is_held() -> None:
 def test_of_what_holds_nothing_is_tried_apart(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All hook points are tried together: halves of them are, and theirs again, where something raised an error."""
     raised: list[str] = []
+    # Proofs say nothing of errors that they go round: where these become words is the one place that sees all.
     monkeypatch.setattr(mechanics, "one_line", lambda error: raised.append(str(error)) or "")
     assert Proof(TransformerBridge(tiny_model(family))).run().not_offered == {}
     assert raised == []
