@@ -275,7 +275,7 @@ class Condition:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ProbeReading:
     """What a probe has read.
 
     Attributes:
@@ -289,7 +289,7 @@ class Reading:
     highest: Tensor
 
 
-def _readings(hook: HookPoint) -> dict[str, Reading]:
+def _readings(hook: HookPoint) -> dict[str, ProbeReading]:
     """What probes have read in the present run, or in its generation.
 
     Raises:
@@ -735,7 +735,7 @@ class Probe(Operation):
             highest = torch.maximum(highest, before.highest.to(highest.device))
         generation = CURRENT.get().generation
         step = None if generation is None else generation.tokens
-        readings[self.name] = Reading(step, read.detach(), highest.detach())
+        readings[self.name] = ProbeReading(step, read.detach(), highest.detach())
         return activation
 
 

@@ -195,7 +195,7 @@ class BodyInStep(RunsWithPass, BodyActivations):
         self._value = checked(value, self._value, _ASSIGNED, hook)
 
 
-class Probe(BodyActivations):
+class _AskedFor(BodyActivations):
     """Notes which hook points a body asks for in a trace.
 
     Args:
@@ -227,7 +227,7 @@ def points_asked_for(names: Names, body: TraceBody, run: BodyActivations) -> lis
     Raises:
         ValueError: it asks for none.
     """
-    probe = Probe(names, run)
+    probe = _AskedFor(names, run)
     with torch.no_grad():
         body(probe)
     if not probe.points:
