@@ -26,6 +26,7 @@ slow: $(STAMP)
 	UNCHECKED=1 $(BIN)/python -m pytest tests/harvest/test_ray.py
 	UNCHECKED=1 $(BIN)/python -m pytest -n 0 -m slow tests/programs/compiled.py
 	UNCHECKED=1 $(BIN)/python -m pytest -m slow tests/adapters
+	UNCHECKED=1 $(BIN)/python -m pytest -m slow tests/generation
 
 # Models over two and four processes against one, family by family, and what it costs to look into them: ten minutes.
 sharded: $(STAMP)

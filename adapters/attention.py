@@ -51,16 +51,26 @@ class PerHeadInput(Derived):
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         # `forward`, not a call: the hook points that stand on the norm see the model's own computation only.
         normed = call.sources[0][0].forward(new) if call.sources else new
-        if call.sources and not (torch.compiler.is_compiling() or isinstance(x, FakeTensor)):
-            self._refuse_edited_norm(call)
         for _, shift in call.sources[1:]:
             normed = normed + shift.unsqueeze(-2)
-        return self.part.put(x, project_per_head(call.module, self.part, normed, call), call)
+        projected = self.part.put(x, project_per_head(call.module, self.part, normed, call), call)
+        if torch.compiler.is_compiling() or isinstance(x, FakeTensor):
+            return projected
+        # Positions that nobody changed keep what the model made, of an edited norm too; gradients come through `new`.
+        changed = None if new.requires_grad else (new != self.get(x, call)).flatten(2).any(-1)
+        if call.sources:
+            self._refuse_edited_norm(call, changed)
+        rows = changed is not None and x.shape[:2] == changed.shape
+        return torch.where(changed.unsqueeze(-1), projected, x) if rows and changed is not None else projected
 
     @staticmethod
     @torch.no_grad()
-    def _refuse_edited_norm(call: Call) -> None:
+    def _refuse_edited_norm(call: Call, changed: Tensor | None) -> None:
         """Refuses to norm inputs of heads anew where a hook changed the norm that they share: its edit would be lost.
+
+        Args:
+            call: of the projection.
+            changed: the positions that are normed anew, ``[batch, pos]``; None: all of them.
 
         Raises:
             RuntimeError: it did.
@@ -73,7 +83,8 @@ class PerHeadInput(Derived):
             return
         # What is written back as it was read differs by rounding: by a few last digits of a position's vector.
         apart, length = (read - call.input).norm(dim=-1), read.norm(dim=-1)
-        if not (apart <= 4 * torch.finfo(read.dtype).eps * length).all():
+        same = apart <= 4 * torch.finfo(read.dtype).eps * length
+        if not (same if changed is None or changed.shape != same.shape else same | ~changed).all():
             raise RuntimeError(
                 "in one run a hook changes the norm before attention (its hook_scale, hook_normalized or hook_out), "
                 "and another gives heads inputs of their own (hook_attn_in, hook_q_input, hook_k_input, hook_v_input), "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -161,6 +162,49 @@ def taken_by(cls: type[nn.Module]) -> Takes:
     if "input_ids" in parameters:  # text, with an image in it
         return Takes("input_ids", None, tuple(needed))
     return Takes(None, main, tuple(name for name in needed if name != main))
+
+
+def makes_decoder_tokens(core: nn.Module) -> bool:
+    """Whether a model that is given no tokens for its decoder makes them itself, of its encoder's (BART and its kin).
+
+    Args:
+        core: the model, without what wraps it.
+
+    Example:
+        >>> import transformers
+        >>> from adapters.inputs import makes_decoder_tokens
+        >>> sizes = dict(d_model=8, encoder_layers=1, decoder_layers=1, vocab_size=10)
+        >>> makes_decoder_tokens(transformers.BartModel(transformers.BartConfig(**sizes)))
+        True
+        >>> makes_decoder_tokens(transformers.MarianModel(transformers.MarianConfig(**sizes, pad_token_id=0)))
+        False
+    """
+    forwards = {type(module).forward for module in core.modules() if hasattr(type(module), "forward")}
+    return any(_shifts_tokens(each) for each in forwards if "decoder_input_ids" in accepted_arguments(each))
+
+
+@functools.cache
+def _shifts_tokens(forward: Callable[..., Any]) -> bool:
+    """Whether a forward makes the decoder's tokens of the encoder's: its source says so."""
+    try:
+        source = inspect.getsource(inspect.unwrap(forward))
+    except OSError:  # nobody has it
+        return False
+    return (
+        re.search(r"(shift\w*right|_prepare_fsmt_decoder_inputs)\(\s*(self\.config,\s*)?input_ids", source) is not None
+    )
+
+
+def looks_for_padding(core: nn.Module) -> bool:
+    """Whether a model looks for its padding token among its tokens, whatever mask it is given (sequence classifiers).
+
+    Args:
+        core: the model, without what wraps it.
+    """
+    if getattr(config_of(core), "is_encoder_decoder", False):
+        return False  # what it looks for is in the tokens of its decoder
+    code = getattr(inspect.unwrap(_forward_of(core)), "__code__", None)
+    return code is not None and "pad_token_id" in code.co_names
 
 
 # ----------------------------------------------------------------------------------------------------------------------

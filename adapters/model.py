@@ -137,6 +137,8 @@ def is_inferred(model: nn.Module, automatic: Automatic) -> bool:
         automatic: as for `map_model`.
     """
     core = model.get_submodule(core_path(model))
+    if automatic not in (True, False, "always"):
+        raise ValueError(f'automatic is {automatic!r}; it must be True, False or "always"')
     return automatic == "always" or (bool(automatic) and not is_declared(core))
 
 

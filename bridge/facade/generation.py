@@ -170,6 +170,7 @@ class GenerationMethods(RunMethods, WeightMethods):
         top_p: float | None = None,
         temperature: float | None = None,
         prepend_bos: bool | None = None,
+        attention_mask: Tensor | None = None,
         output_logits: bool = False,
         verbose: bool = True,
     ) -> Iterator[generation.batch.Answer]:
@@ -187,15 +188,19 @@ class GenerationMethods(RunMethods, WeightMethods):
             each: one such list for each request, called after those.
             capture: hook points whose activations are kept, for every token but the last.
             stop_at_eos, eos_token_id, do_sample, top_k, top_p, temperature, prepend_bos: as for `generate`.
+            attention_mask: of tokens ``[request, pos]``, 1 for tokens and 0 for padding, which is left out.
             output_logits: keep the logits of each new token.
             verbose: show a progress bar.
 
         Returns:
             An iterator of finished requests, in the order in which they finish. A request that fails says why in its
-            `error`, and the others go on. Leaving the loop ends the generation.
+            `error`, and the others go on: one whose edits make something that is no number, or infinite, too. Leaving
+            the loop ends the generation.
 
         Raises:
-            ValueError: a hook point whose tokens cannot be told apart by request, or that the model cannot do this.
+            ValueError: a hook point whose tokens cannot be told apart by request; a model of which several requests at
+                once are not what each is alone, which is tried once for each model; a batch under way on it; padding
+                that no mask tells.
             UnknownHookError: a name that no hook point has.
             TypeError: what is no prompt, or no pair.
 
@@ -217,7 +222,7 @@ class GenerationMethods(RunMethods, WeightMethods):
             output_logits=output_logits,
             verbose=verbose,
         )
-        given = generation.batch.prompts_of(self, prompts, prepend_bos)
+        given = generation.batch.prompts_of(self, prompts, prepend_bos, attention_mask)
         return generation.batch.generate_batch(self, given, interventions, each, options)
 
     def hf_generate(

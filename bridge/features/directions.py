@@ -14,6 +14,7 @@ from bridge.bridge import TransformerBridge
 from bridge.hooks.arguments import check_choice, refuse_wrong_types
 from bridge.hooks.context import without_hooks
 from bridge.hooks.hooks import HookPoint
+from bridge.hooks.rows import mask_of_ends
 from bridge.interventions import ProjectOut
 from weight_processing.parts import ProcessedParts, precise
 from weight_processing.saving import untie
@@ -41,12 +42,13 @@ class Direction:
 @refuse_wrong_types
 def direction(
     bridge: TransformerBridge,
-    positives: Sequence[str] | Int[Tensor, "n pos"],
-    negatives: Sequence[str] | Int[Tensor, "m pos2"],
+    positives: Int[Tensor, "n pos"] | Sequence[str],
+    negatives: Int[Tensor, "m pos2"] | Sequence[str],
     point: str | HookPoint,
     how: How = "mean",
     *,
     position: int = -1,
+    attention_mask: tuple[Int[Tensor, "n pos"] | None, Int[Tensor, "m pos2"] | None] = (None, None),
     held_out: float = 0.25,
     seed: int = 0,
 ) -> Direction:
@@ -54,11 +56,13 @@ def direction(
 
     Args:
         bridge: the bridge.
-        positives, negatives: the prompts: texts, of any lengths, or tokens without padding.
+        positives, negatives: the prompts, as texts or tokens, of any lengths.
         point: the hook point, of ``[batch, pos, d]``.
         how: ``"mean"``, the difference of the means (Marks and Tegmark 2023); ``"pca"``, the first principal component
             of both together (Zou et al. 2023); ``"probe"``, the weights of a logistic regression (scikit-learn's).
-        position: where the activation is taken.
+        position: where the activation is taken, among the tokens of each prompt: -1 is its last one.
+        attention_mask: of the positives and of the negatives, where these are tokens: 1 for tokens and 0 for padding.
+            None: padding tokens at an end of a row, as `to_tokens` puts them there, are padding.
         held_out: the share of each set that is not looked at, but for the accuracy.
         seed: of the split, and of the control.
 
@@ -66,7 +70,8 @@ def direction(
         The direction, with its accuracy and that of the control.
 
     Raises:
-        ValueError: an unknown `how`; a set of fewer than four prompts; two sets without a difference.
+        ValueError: an unknown `how`; a set of fewer than four prompts; two sets without a difference; a prompt that has
+            no such position.
         ImportError: a probe is asked for and scikit-learn is not installed.
 
     Example:
@@ -84,7 +89,8 @@ def direction(
     if min(len(positives), len(negatives)) < 4:
         raise ValueError(f"there are {len(positives)} positives and {len(negatives)} negatives: each set needs four")
     (hook,) = bridge.select_hooks(point)
-    both = [_at(bridge, prompts, hook, position) for prompts in (positives, negatives)]
+    sets = zip((positives, negatives), attention_mask, strict=True)
+    both = [_at(bridge, prompts, mask, hook, position) for prompts, mask in sets]
     acts, labels = torch.cat(both), torch.cat([torch.ones(len(both[0])), torch.zeros(len(both[1]))]).bool()
     generator = torch.Generator().manual_seed(seed)
     vector, accuracy = _found(acts, labels, how, held_out, generator)
@@ -95,14 +101,28 @@ def direction(
 
 
 @torch.no_grad()
-def _at(bridge: TransformerBridge, prompts: Sequence[str] | Tensor, hook: HookPoint, position: int) -> Tensor:
-    if not isinstance(prompts, Tensor):  # each alone: their lengths may differ
-        return torch.cat([_at(bridge, bridge.to_tokens(text), hook, position) for text in prompts])
-    _, cache = bridge.run_with_cache(prompts, names_filter=hook)
-    act = cache[hook.name]
-    if act.ndim != 3:
+def _at(
+    bridge: TransformerBridge, prompts: Tensor | Sequence[str], mask: Tensor | None, hook: HookPoint, position: int
+) -> Tensor:
+    """The activation of each prompt at a position of its own tokens."""
+    if len(hook.point.axes.split()) != 3:
         raise ValueError(f"{hook.name} has the axes [{hook.point.axes}]; a direction is of [batch, pos, d]")
-    return act[:, position]
+    if not isinstance(prompts, Tensor):
+        batch = bridge.batch_of(list(prompts))
+        prompts, mask = batch.tokens, batch.mask
+    elif mask is None:
+        tokenizer = bridge.tokenizer
+        pad = bridge.core.config.get_text_config().pad_token_id if tokenizer is None else bridge.tokenizer_facts.pad
+        mask = mask_of_ends(prompts, pad)
+    _, cache = bridge.run_with_cache(prompts, names_filter=hook, attention_mask=mask)
+    act = cache[hook.name]
+    real = torch.ones(act.shape[:2], dtype=torch.bool) if mask is None else mask.bool().cpu()
+    size = real.sum(-1)
+    if not bool(((size > position) & (size >= -position)).all()):
+        raise ValueError(f"position is {position}, and the shortest prompt has {int(size.min())} tokens")
+    wanted = position if position >= 0 else size[:, None] + position
+    at = ((real.cumsum(-1) - 1 == wanted) & real).long().argmax(-1)
+    return act[torch.arange(len(act)), at.to(act.device)]
 
 
 def _found(acts: Tensor, labels: Tensor, how: How, held_out: float, generator: torch.Generator) -> tuple[Tensor, float]:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import copy
+import logging
+import re
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +23,33 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 
 from adapters.imports import check_batching
+from adapters.linear import input_device
 from adapters.spread import refuse_context_parallel
 from bridge.bases.bases import read_by
 from bridge.cache import ActivationCache
 from bridge.generation.options import RunnableBridge, check_generates, decode
-from bridge.generation.packed import Edit, Packed, PackedHook, PackedRequest, TellsApart, check_tells_apart, together
+from bridge.generation.packed import (
+    Edit,
+    Packed,
+    PackedHook,
+    PackedRequest,
+    RequestPart,
+    TellsApart,
+    check_tells_apart,
+    is_wrong,
+    not_finite,
+    together,
+)
 from bridge.hooks.arguments import check_positive, shown
-from bridge.hooks.context import CURRENT, ForwardPass, Generation, Listener, RunContext, Scope
+from bridge.hooks.context import CURRENT, ForwardPass, Generation, Listener, RunContext, Scope, without_hooks
 from bridge.hooks.hooks import HookPoint, checked_function
 from bridge.hooks.names import NamesFilter
+from bridge.hooks.rows import check_said, check_zero_or_one
 from bridge.interventions.operations import Operation
 from bridge.run.inputs import HookSpec
 from bridge.run.recorder import free_memory
 from bridge.run.run import check_specs
-from bridge.run.tokenization import TextOptions, batch_of, check_ids
+from bridge.run.tokenization import TextOptions, as_tokens, batch_of, check_ids
 
 # ----------------------------------------------------------------------------------------------------------------------
 # How many requests are generated together: pages of keys and values, tokens of one pass, from model and memory.
@@ -129,6 +147,38 @@ def capacity_for(model: PreTrainedModel, prompts: Sequence[int], new: int, free:
 _TURN = threading.RLock()
 
 
+class _Owners:
+    """Which models have a batch, and in which thread: a batch changes its model's attention until it is over."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._threads: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+
+    def take(self, core: nn.Module) -> None:
+        """Takes a model for a batch, when no other thread has it any more.
+
+        Raises:
+            ValueError: this very thread has it.
+        """
+        with self._changed:
+            if self._threads.get(core) == threading.get_ident():
+                raise ValueError(
+                    "a batch of requests is under way on this model: take all its answers, or leave its loop, before "
+                    "another generate_batch"
+                )
+            self._changed.wait_for(lambda: core not in self._threads)
+            self._threads[core] = threading.get_ident()
+
+    def give(self, core: nn.Module) -> None:
+        """Lets another batch have it."""
+        with self._changed:
+            self._threads.pop(core, None)
+            self._changed.notify_all()
+
+
+_OWNERS = _Owners()
+
+
 @dataclass(frozen=True)
 class Answer:
     """A request that is finished.
@@ -168,6 +218,7 @@ def prompts_of(
     bridge: RunnableBridge,
     prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor,
     bos: bool | None,
+    mask: Tensor | None = None,
 ) -> list[list[int]]:
     """Prompts as tokens, without padding.
 
@@ -175,10 +226,18 @@ def prompts_of(
         bridge: the bridge.
         prompts: texts, or tokens.
         bos: whether texts start with BOS; None: what the model says.
+        mask: of tokens ``[request, pos]``, 1 for tokens and 0 for padding.
 
     Raises:
         TypeError: something else.
+        ValueError: a mask that does not fit; padding without one.
     """
+    if mask is not None:
+        tokens = as_tokens(prompts)
+        check_zero_or_one("attention_mask", mask)
+        if mask.shape != tokens.shape:
+            raise ValueError(f"attention_mask has shape {list(mask.shape)}; the tokens have {list(tokens.shape)}")
+        return [row[real].tolist() for row, real in zip(tokens, mask.bool().to(tokens.device), strict=True)]
     if isinstance(prompts, str) or not isinstance(prompts, Sequence | Tensor):
         raise TypeError(f"prompts is {shown(prompts)}; it must be several texts, or the tokens of several prompts")
     found: list[list[int]] = []
@@ -189,6 +248,11 @@ def prompts_of(
         if not isinstance(row, list | tuple) or any(type(token) is not int for token in row):
             raise TypeError(f"prompts[{index}] is {shown(prompts[index])}; it must be a text, or tokens [pos]")
         found.append(list(row))
+    own = bridge.core.generation_config
+    endings = own.eos_token_id if isinstance(own.eos_token_id, Sequence) else [own.eos_token_id]
+    for prompt, row in zip(prompts, found, strict=True):
+        if row and not isinstance(prompt, str):
+            check_said(torch.tensor(row), own.pad_token_id, endings)
     return found
 
 
@@ -230,17 +294,102 @@ def generate_batch(
         (good if request.error is None else failed).append(request)
     if not good:
         return iter([_answer(bridge, request, [], ()) for request in failed])
-    lengths = [len(request.prompt) for request in good]
-    free = free_memory(bridge.core.device)
     refuse_context_parallel()
     if sharing is not None:
         sharing.check_alike([[hook.name for hook in (*edits, *captured)], prompts, options.max_new_tokens])
-        free = sharing.least(free)
-    room = capacity_for(bridge.core, lengths, options.max_new_tokens, free)
-    batch = _Batch(bridge, good, edits, captured, options, room)
-    answers = _answers(batch, failed)
+    check_batches(bridge)
+    answers = _answers(_Batch(bridge, good, edits, captured, options), failed)
+    next(answers)  # from here on its end is seen to, whether or not it is gone through
     # Where processes share the model, nothing else may be asked of it meanwhile: all are made before one is given.
     return answers if sharing is None else iter(list(answers))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Whether transformers' engine makes of several requests what it makes of each: it may be asked for any model.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+#: For each model what was found, by its attention and type: why it cannot be batched; "": it can.
+_PROVED: WeakKeyDictionary[nn.Module, dict[tuple[str | None, torch.dtype], str]] = WeakKeyDictionary()
+#: Lengths of the prompts of a proof, and how many tokens follow each.
+_PROOF, _PROOF_NEW = (7, 2, 4), 3
+
+
+def check_batches(bridge: RunnableBridge) -> None:
+    """Refuses a model of which several requests at once are not what each is alone: tried once for each model.
+
+    Raises:
+        ValueError: it is one.
+    """
+    core = bridge.core
+    found = _PROVED.setdefault(core, {})
+    key = (core.config._attn_implementation, core.dtype)
+    if key not in found:
+        found[key] = _why_not(bridge)
+    if found[key]:
+        raise ValueError(
+            f"generate_batch cannot be had of {type(core).__name__} ({_layer_kinds(bridge)}): {found[key]}. "
+            "bridge.generate continues several prompts in one padded batch, each as it would be alone"
+        )
+
+
+def _layer_kinds(bridge: RunnableBridge) -> str:
+    """What the layers of a model attend, or mix, with: the classes of these parts."""
+    words = re.compile("attention|mixer|mamba|deltanet|recurrent|lstm|rwkv|shortconv", re.IGNORECASE)
+    names = dict.fromkeys(type(module).__name__ for module in bridge.core.modules())
+    return ", ".join([name for name in names if words.search(name)][:3]) or "layers of its own"
+
+
+def _why_not(bridge: RunnableBridge) -> str:
+    """Why several requests of a model are not what each is alone; "" where they are."""
+    core, drawn = bridge.core, torch.Generator().manual_seed(0)
+    longest = bridge.cfg.n_ctx
+    if longest is not None and longest < max(_PROOF) + _PROOF_NEW:
+        return ""
+    high = max(2, bridge.cfg.d_vocab)
+    prompts = [torch.randint(min(3, high - 1), high, (n,), generator=drawn).tolist() for n in _PROOF]
+    options = BatchOptions(
+        max_new_tokens=_PROOF_NEW, capture=(), stop_at_eos=False, eos_token_id=None,
+        sampling={"do_sample": False}, output_logits=True, verbose=False,
+    )  # fmt: skip
+    requests = [PackedRequest(i, prompt, Generation(len(prompt))) for i, prompt in enumerate(prompts)]
+    with quiet_engine():
+        try:
+            batch = _Batch(bridge, requests, {}, [], options, proof=True)
+            answers = list(_answers(batch, []))[1:]
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError) as error:
+            return f"transformers' continuous batching does not take it ({type(error).__name__}: {_short(error)})"
+    for answer in answers:
+        if answer.error is not None:
+            said = f"{type(answer.error).__name__}: {_short(answer.error)}"
+            return f"transformers' continuous batching fails with it ({said})"
+        assert answer.logits is not None
+        sequence = torch.tensor([[*prompts[answer.index], *answer.tokens.tolist()]], device=input_device(core))
+        with torch.no_grad(), without_hooks():
+            alone = core(input_ids=sequence, use_cache=False).logits[0, len(prompts[answer.index]) - 1 : -1].float()
+        off = float((answer.logits.float() - alone).norm() / alone.norm().clamp_min(1e-30))
+        if not off <= (1e-3 if core.dtype in (torch.float32, torch.float64) else 0.05):
+            return (
+                f"of {len(prompts)} requests at once each has other logits than alone (off by {off:.2g}), for "
+                "transformers' continuous batching needs attention that goes through its interface"
+            )
+    return ""
+
+
+def _short(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0][:160]
+
+
+@contextmanager
+def quiet_engine() -> Iterator[None]:
+    """Without what transformers' engine logs of an error that is told otherwise."""
+    logger = logging.getLogger("ContinuousBatchingLogger")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _edits(
@@ -294,11 +443,18 @@ class _Batch:
         edits: Mapping[HookPoint, Sequence[Edit]],
         captured: Sequence[HookPoint],
         options: BatchOptions,
-        room: Capacity,
+        proof: bool = False,
     ) -> None:
-        self.bridge, self.requests, self.captured, self.options, self.room = bridge, requests, captured, options, room
+        self.bridge, self.requests, self.captured, self.options = bridge, requests, captured, options
+        sharing = bridge.wiring.sharing
+        self.retries = not proof and len(requests) > 1 and sharing is None
+        lengths = [len(request.prompt) for request in requests]
+        free = free_memory(bridge.core.device)
+        free = free if sharing is None else sharing.least(free)
+        self.room = capacity_for(bridge.core, lengths, options.max_new_tokens, free)
         self.by_id = {str(request.index): request for request in requests}
-        self._edits = edits
+        self.edits = edits
+        self._edited = {who for at_point in edits.values() for who, _ in at_point}  # None among them: all are
         self._waiting = deque(requests)
         self._under_way: dict[str, PackedRequest] = {}
         self._lock = threading.Lock()
@@ -310,12 +466,18 @@ class _Batch:
         self._whole_logits = any(hook.name.startswith("unembed") for hook in (*edits, *captured))
         self.scope = Scope()
         self._gave_whole_logits = False
-        self.manager = self._made_manager()
+        self._attention = bridge.core.config._attn_implementation
+        _OWNERS.take(bridge.core)
+        try:
+            self.manager = self._made_manager(
+                GenerationConfig() if proof else copy.deepcopy(bridge.core.generation_config)
+            )
+        except BaseException:
+            _OWNERS.give(bridge.core)
+            raise
 
-    def _made_manager(self) -> ContinuousBatchingManager:
+    def _made_manager(self, config: GenerationConfig) -> ContinuousBatchingManager:
         core, options = self.bridge.core, self.options
-        attention = core.config._attn_implementation
-        config: GenerationConfig = copy.deepcopy(core.generation_config)
         given = {name: value for name, value in options.sampling.items() if value is not None}
         unknown = config.update(**given)
         if unknown:
@@ -343,42 +505,84 @@ class _Batch:
             manager.warmup()  # makes what the thread would make: what it refuses is refused here
         except BaseException:
             manager.destroy()
-            if core.config._attn_implementation != attention:  # a manager that was not started does not give it back
-                core.set_attn_implementation(attention)
+            self._give_attention_back()
             raise
+        if self.edits:
+            assert manager.batch_processor is not None
+            cache = manager.batch_processor.cache
+            cache.update = partial(self._update, cache.update)  # type: ignore[method-assign]
         return manager
+
+    def _give_attention_back(self) -> None:
+        """A manager that was not started leaves the model with its attention."""
+        core = self.bridge.core
+        if core.config._attn_implementation != self._attention:
+            core.set_attn_implementation(self._attention)
+
+    def _update(
+        self,
+        update: Callable[..., Any],
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *rest: Any,
+        **more: Any,
+    ) -> Any:
+        """Keys and values go where all requests' are; first, those that are no numbers end their request.
+
+        They would reach everybody: attention multiplies what it does not attend to by a weight of zero.
+        """
+        keys, values = key_states, value_states
+        if self._packed is not None and (is_wrong(keys) or is_wrong(values)):
+            keys, values = keys.clone(), values.clone()
+            for part in self._packed.parts:
+                mine = slice(*part.queries)
+                if self._is_edited(part.request) and (is_wrong(keys[:, :, mine]) or is_wrong(values[:, :, mine])):
+                    keys[:, :, mine] = values[:, :, mine] = 0
+                    what = f"what keys and values of layer {layer_idx} are made of"
+                    self.fail(part.request, not_finite(part.request, what))
+        return update(keys, values, layer_idx, *rest, **more)
+
+    def _is_edited(self, request: PackedRequest) -> bool:
+        return None in self._edited or request.index in self._edited
 
     def start(self) -> list[Any]:
         """Attaches the hooks and begins; returns what to remove."""
         wiring, core = self.bridge.wiring, self.bridge.core
-        if self._edits or self.captured:
+        if self.edits or self.captured:
             wiring.check_in_place()
         members = []
-        for hook in dict.fromkeys([*self._edits, *self.captured]):
-            edits = self._edits.get(hook, ())
+        for hook in dict.fromkeys([*self.edits, *self.captured]):
+            edits = self.edits.get(hook, ())
             at_point = PackedHook(self._now, edits, hook in self.captured, self.fail)
             members.append((hook, Listener("fwd" if edits else "read", at_point, self.scope)))
-        for hook, name in read_by([*self._edits, *self.captured]).items():
-            members.append((wiring.points[name], Listener("read", TellsApart(self._now, hook), self.scope)))
-        wiring.attach_members(members, self.scope)
-        handles = [
-            core.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True),
-            core.register_forward_hook(self._end, with_kwargs=True, always_call=True),
-        ]
+        for hook, name in read_by([*self.edits, *self.captured]).items():
+            members.append((wiring.points[name], Listener("read", TellsApart(self._now, hook, self.fail), self.scope)))
+        with _TURN:  # no torch hook comes or goes while another batch's pass is under way
+            wiring.attach_members(members, self.scope)
+            handles = [
+                core.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True),
+                core.register_forward_hook(self._end, with_kwargs=True, always_call=True),
+            ]
         self.manager.start()
         self.feed()
         return handles
 
     def stop(self, handles: Sequence[Any]) -> None:
         """Ends it, and takes away what `start` attached."""
-        self._waiting.clear()
-        self.manager.stop(block=True, hard_stop=True)
-        self.manager.destroy()
-        with _TURN:
-            self._is_over = True
-            for handle in handles:
-                handle.remove()
-        self.bridge.wiring.detach_scope(self.scope)
+        try:
+            self._waiting.clear()
+            if handles:
+                self.manager.stop(block=True, hard_stop=True)
+            self.manager.destroy()
+            self._give_attention_back()
+            with _TURN:
+                self._is_over = True
+                for handle in handles:
+                    handle.remove()
+                self.bridge.wiring.detach_scope(self.scope)
+        finally:
+            _OWNERS.give(self.bridge.core)
 
     def feed(self) -> None:
         """Lets in as many requests as fit: all tokens of their prompts in one pass, all their pages in memory."""
@@ -397,6 +601,28 @@ class _Batch:
                 self._under_way[str(request.index)] = request
                 self.manager.add_request(request.prompt, request_id=str(request.index))
 
+    def finished(self) -> Iterator[tuple[PackedRequest, Sequence[int], BaseException | None]]:
+        """The requests as they end, each with its new tokens, and what ended the pass that it was in.
+
+        Raises:
+            RuntimeError: the thread that generates has ended, and nobody says of what.
+        """
+        left = set(self.by_id)
+        while left:
+            result = self.manager.get_result(timeout=0.2)
+            status = self.manager.background_thread_status
+            if result is None and self.manager.is_running():
+                continue
+            if result is None:
+                fatal = status.fatal_error or RuntimeError("the thread that generates has ended")
+                yield from ((self.by_id[name], [], fatal) for name in sorted(left))
+                return
+            request = self.by_id[result.request_id]
+            left.discard(result.request_id)
+            self.done(request)
+            error = None if result.error is None else status.fatal_error or RuntimeError(result.error)
+            yield request, result.generated_tokens, error
+
     def done(self, request: PackedRequest) -> None:
         """A request needs no room any more."""
         with self._lock:
@@ -404,8 +630,9 @@ class _Batch:
         self.feed()
 
     def fail(self, request: PackedRequest, error: BaseException) -> None:
-        """Ends one request alone, for what its function raised."""
-        request.error = error
+        """Ends one request alone, for what its function raised; the first reason is the one that is told."""
+        if request.error is None:
+            request.error = error
 
     def _now(self) -> Packed:
         assert self._packed is not None
@@ -415,8 +642,11 @@ class _Batch:
         processor = self.manager.batch_processor
         return processor is not None and kwargs.get("cache") is processor.cache
 
-    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # `kwargs` is missing where this hook came, or went, while another thread's pass was already under way.
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         """The pass begins, when no other is under way: whose tokens are in it, in which context its hooks run."""
+        if kwargs is None:
+            return None
         ours = self._is_ours(kwargs)
         if self._passing == threading.get_ident():
             raise RuntimeError(
@@ -453,8 +683,9 @@ class _Batch:
             return args, {name: value for name, value in kwargs.items() if name != "logits_to_keep"}
         return None
 
-    def _end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """The pass is over."""
+    def _end(self, module: nn.Module, args: tuple[Any, ...], *more: Any) -> Any:
+        """The pass is over: `more` is what it was called with by name (see `_begin`), and what it gave."""
+        kwargs, output = more[0] if len(more) > 1 else {}, more[-1]
         ours = self._is_ours(kwargs)
         if not ours and self._passing == threading.get_ident():
             return None  # it was refused
@@ -479,6 +710,10 @@ class _Batch:
         chosen = output.logits
         if chosen.shape[1] != len(self._packed.parts):
             chosen = chosen[:, kwargs["logits_indices"].long()]
+        if self.edits:
+            chosen = self._without_wrong_logits(chosen, self._packed.parts)
+            if not self._gave_whole_logits and chosen.shape == output.logits.shape:
+                output.logits = chosen
         if self.options.output_logits:
             for part, logits in zip(self._packed.parts, chosen[0].detach(), strict=True):
                 part.request.logits.append(logits.clone())
@@ -486,35 +721,48 @@ class _Batch:
             output.logits = chosen  # what runs the model has asked for no others
         return output
 
+    def _without_wrong_logits(self, logits: Tensor, parts: Sequence[RequestPart]) -> Tensor:
+        """Logits to draw tokens from: those of a request that are no numbers end it, and nothing is drawn from them."""
+        if not is_wrong(logits, masks=True):
+            return logits
+        logits = logits.clone()
+        for row, part in enumerate(parts):
+            if self._is_edited(part.request) and is_wrong(logits[:, row], masks=True):
+                logits[:, row] = 0
+                self.fail(part.request, not_finite(part.request, "what logits are made of"))
+        return logits
+
 
 def _answers(batch: _Batch, failed: Sequence[PackedRequest]) -> Iterator[Answer]:
+    """The answers in the order in which they are found. What it gives first is nothing: it has begun."""
     bridge, options = batch.bridge, batch.options
     bar = tqdm(total=len(batch.requests) + len(failed), desc="requests", unit="request", disable=not options.verbose)
     handles: list[Any] = []
-    try:
-        with bar:
+    again: list[PackedRequest] = []
+    with bar:
+        try:
+            yield Answer(-1, torch.tensor([]))
             for request in failed:
                 bar.update()
                 yield _answer(bridge, request, [], ())
             handles = batch.start()
-            left = {str(request.index) for request in batch.requests}
-            while left:
-                result = batch.manager.get_result(timeout=0.2)
-                if result is None:
-                    if batch.manager.is_running():
+            for request, tokens, error in batch.finished():
+                if error is not None and request.error is None:
+                    if batch.retries:  # somebody's edits ended the pass of all: each shows for itself
+                        again.append(request)
                         continue
-                    raise RuntimeError(
-                        "the thread that generates has ended"
-                    ) from batch.manager.background_thread_status.fatal_error
-                request = batch.by_id[result.request_id]
-                left.discard(result.request_id)
-                batch.done(request)
-                if result.error is not None and request.error is None:
-                    request.error = batch.manager.background_thread_status.fatal_error or RuntimeError(result.error)
+                    request.error = error
                 bar.update()
-                yield _answer(bridge, request, result.generated_tokens, batch.captured, options.output_logits)
-    finally:
-        batch.stop(handles)
+                yield _answer(bridge, request, tokens, batch.captured, options.output_logits)
+        finally:
+            batch.stop(handles)
+        for request in again:
+            anew = PackedRequest(request.index, request.prompt, Generation(len(request.prompt)))
+            one = _answers(_Batch(bridge, [anew], batch.edits, batch.captured, replace(options, verbose=False)), [])
+            next(one)
+            for answer in one:
+                bar.update()
+                yield answer
 
 
 def _answer(

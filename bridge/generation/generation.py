@@ -46,6 +46,7 @@ from bridge.hooks.context import CURRENT, Generation, forward_pass
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.modules import Finder
 from bridge.hooks.names import named_one_by_one
+from bridge.hooks.rows import BatchRows
 from bridge.run.inputs import Input, RunnableBridge
 from bridge.run.recorder import ActivationRecorder
 from bridge.run.tokenization import TextOptions
@@ -89,8 +90,8 @@ class StepRecorder(ActivationRecorder):
         """Listens in the generation that starts inside the ``with`` statement."""
         with self.attached(wiring) as scope:
 
-            def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-                if scope in CURRENT.get().visible:
+            def begin(module: nn.Module, args: Any, kwargs: Any = None) -> None:  # none where it comes, or goes
+                if kwargs is not None and scope in CURRENT.get().visible:
                     self._begin(args, kwargs)
 
             handle = core.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
@@ -146,24 +147,16 @@ class StepRecorder(ActivationRecorder):
         nothing = float("-inf") if hook.name.endswith("hook_attn_scores") else 0.0
         return pad(act, (0, 0) * (act.ndim - 1 - axis) + by, value=nothing)
 
-    def behind(self, values: dict[str, Tensor], padding: Sequence[int]) -> dict[str, Tensor]:
-        """The activations with the padding in front of each row moved behind it, as in the tokens that are returned.
+    def given_back(self, values: dict[str, Tensor], rows: BatchRows, behind: bool) -> dict[str, Tensor]:
+        """The activations with each token where the user has it.
 
         Args:
             values: by canonical name.
-            padding: how many tokens of padding stand in front of each row.
+            rows: how the rows of the prompt lie.
+            behind: the user has the padding of the sequences behind them, as in the tokens that are returned.
         """
-        moved = dict(values)
-        for hook in self.points:
-            axes = hook.point.axes.split()
-            grows = [axes.index(axis) for axis in (self.pos, self.key_pos) if axis in axes]
-            if hook.name in values and grows and axes[0] == "batch":
-                rows = [
-                    row.roll([-by] * len(grows), [axis - 1 for axis in grows])
-                    for row, by in zip(values[hook.name], padding, strict=True)
-                ]
-                moved[hook.name] = torch.stack(rows)
-        return moved
+        axes = {hook.name: hook.point.axes.split() for hook in self.points}
+        return {name: rows.given_back(value, axes[name], behind) for name, value in values.items()}
 
     def _put_together(self, hook: HookPoint) -> Tensor | str:
         """The steps of a hook point as one activation; or why they make none."""
@@ -252,16 +245,14 @@ def generate(bridge: RunnableBridge, input: Input, options: GenerationOptions, p
     if options.output_logits:
         result = made
     elif options.return_type is not None:
-        rows = rows_of(bridge, prompt, sequences, options.num_return_sequences)
-        result = texts_of(bridge, rows, prompt) if as_text else aligned(rows, sequences, prompt)
+        result = texts_of(bridge, rows_of(prompt, sequences), prompt) if as_text else aligned(sequences, prompt)
     extras: list[Any] = []
     if recorder is not None:
         before = 0 if prompt.tokens is not None or recorder.pos != "pos" else prompt.kwargs["inputs_embeds"].shape[1]
         explicit = named_one_by_one(options.names_filter)
         values = recorder.put_together(before + sequences.shape[1] - 1, explicit)
-        if result is not None and not as_text and not options.output_logits and prompt.to_the_right:
-            copies = options.num_return_sequences
-            values = recorder.behind(values, [prompt.padding[i // copies] for i in range(len(sequences))])
+        behind = result is not None and not as_text and not options.output_logits and prompt.to_the_right
+        values = recorder.given_back(values, prompt.rows, behind)
         extras.append(ActivationCache(values, bridge))
     if options.return_input_tokens:
         extras.append(prompt.tokens)
@@ -285,7 +276,7 @@ def hf_generate(
     """
     check_return_type(return_type)
     check_generates(bridge)
-    prompt = prompt_of(bridge, input, TextOptions(prepend_bos), arguments.pop("attention_mask", None))
+    prompt = prompt_of(bridge, input, TextOptions(prepend_bos), arguments.pop("attention_mask", None), arguments)
     criteria = StoppingCriteriaList(arguments.pop("stopping_criteria", None) or [])
     generation = generation_of(bridge, prompt, arguments)
     with generating(bridge, generation, prompt):
@@ -293,8 +284,7 @@ def hf_generate(
         made = run_generate(bridge, prompt, arguments)
     sequences = made if isinstance(made, Tensor) else made.sequences
     if return_type == "str" or (return_type == "input" and prompt.kind != "tokens"):
-        copies = max(1, len(sequences) // max(1, len(prompt.padding)))
-        return texts_of(bridge, rows_of(bridge, prompt, sequences, copies), prompt)
+        return texts_of(bridge, rows_of(prompt, sequences), prompt)
     return made if return_type is None else sequences
 
 
@@ -329,7 +319,7 @@ def generation_of(bridge: RunnableBridge, prompt: GenerationPrompt, arguments: A
     else:
         length = given.shape[1]
     in_order = not any(chosen(bridge, arguments, name) for name in (*_OTHER_RUNS, "prefill_chunk_size"))
-    return Generation(length, () if of_decoder else prompt.padding, of_decoder, in_order)
+    return Generation(length, prompt.rows, of_decoder, in_order)
 
 
 def chosen(bridge: RunnableBridge, arguments: Arguments, name: str) -> Any:
@@ -475,7 +465,7 @@ def stream(bridge: RunnableBridge, input: Input, arguments: dict[str, Any]) -> I
     as_text = is_as_text(options.return_type, prompt)
     if as_text:
         _ = bridge.tokenizer_facts
-    elif prompt.to_the_right and any(prompt.padding):
+    elif prompt.to_the_right and any(prompt.rows.before):
         raise ValueError('a stream of tokens cannot be padded behind; use padding_side="left" or text')
     return _stream(bridge, prompt, given, as_text, options.verbose)
 
@@ -530,8 +520,7 @@ def _pieces(bridge: RunnableBridge, streamer: QueueStreamer, prompt: GenerationP
             continue
         if not rows:
             rows = [TextPieces(partial(decode, bridge)) for _ in tokens]
-            skip = [0] * len(tokens) if bridge.core.config.is_encoder_decoder else _skips(prompt, len(tokens))
-            pieces = [row.add(ids[n:].tolist()) for row, ids, n in zip(rows, tokens, skip, strict=True)]
+            pieces = [row.add(ids.tolist()) for row, ids in zip(rows, rows_of(prompt, tokens), strict=True)]
         else:
             pieces = [row.add(ids.tolist()) for row, ids in zip(rows, tokens, strict=True)]
         if any(pieces):
@@ -540,11 +529,6 @@ def _pieces(bridge: RunnableBridge, streamer: QueueStreamer, prompt: GenerationP
         rest = [row.add([], last=True) for row in rows]
         if any(rest):
             yield rest[0] if prompt.kind == "str" and len(rest) == 1 else rest
-
-
-def _skips(prompt: GenerationPrompt, rows: int) -> list[int]:
-    copies = rows // len(prompt.padding)
-    return [prompt.padding[i // copies] for i in range(rows)]
 
 
 def in_pieces(pieces: Iterator[Piece], n: int | None) -> Iterator[Piece]:

@@ -28,7 +28,8 @@ from adapters.linear import input_device
 from bridge.hooks.arguments import check_choice, check_types
 from bridge.hooks.context import Generation
 from bridge.hooks.names import NamesFilter, suggestion
-from bridge.run.inputs import TAKEN_BY, Input, RunnableBridge, check_zero_or_one
+from bridge.hooks.rows import BatchRows, Side, check_said, check_zero_or_one
+from bridge.run.inputs import TAKEN_BY, Input, RunnableBridge
 from bridge.run.tokenization import (
     HasTokenizer,
     TextOptions,
@@ -54,15 +55,15 @@ class GenerationPrompt:
 
     Attributes:
         kwargs: the prompt as arguments of the model's `generate`.
-        tokens: ``[batch, pos]``, with padding in front; None for embeddings.
-        padding: how many tokens of padding come before each row.
+        tokens: ``[batch, pos]``, with padding where generation needs it; None for embeddings.
+        rows: how its rows lie.
         to_the_right: the user wants padding behind the rows.
         kind: ``"str"``, ``"list"`` or ``"tokens"``: what the user passed.
     """
 
     kwargs: Arguments
     tokens: Tensor | None
-    padding: list[int]
+    rows: BatchRows
     to_the_right: bool
     kind: str
 
@@ -72,50 +73,61 @@ def prompt_of(
     input: Input,
     options: TextOptions,
     mask: Shaped[Tensor, "batch pos"] | None = None,
+    more: Arguments | None = None,
 ) -> GenerationPrompt:
-    """The prompt with padding in front, where generation needs it.
+    """The prompt with padding where generation needs it: in front of a decoder's tokens, behind an encoder's.
 
     Args:
         bridge: the bridge.
         input: as for `TransformerBridge.generate`.
         options: how text becomes tokens; its side is that of what is returned.
         mask: ``[batch, pos]``, 1 for tokens and 0 for padding.
+        more: further arguments of the model; what goes along the tokens is moved with them.
 
     Raises:
-        ValueError: an unknown side; a mask that does not fit; no tokens.
+        ValueError: an unknown side; a mask that does not fit; no tokens; an argument of which nobody knows whether it
+            goes along the tokens, where these have to be moved.
     """
-    where = input_device(bridge.core)
-    if takes(bridge.core).main is not None:
-        return _behind_images_or_sound(bridge, input, options, mask)
+    where, core, more = input_device(bridge.core), bridge.core, {} if more is None else more
+    check_choice("padding_side", options.padding_side, (None, "left", "right"))
+    if takes(core).main is not None:
+        prompt = _behind_images_or_sound(bridge, input, options, mask)
+        prompt.rows.note(more)
+        return prompt
     if mask is not None:
         check_zero_or_one("attention_mask", mask)
-        mask = mask.long()
-    padding_side = options.padding_side
-    check_choice("padding_side", padding_side, (None, "left", "right"))
-    if isinstance(input, Tensor) and input.is_floating_point():
-        check_embeddings(bridge.core, input)
-        embeddings = {"inputs_embeds": (input if input.ndim == 3 else input[None]).to(where)}
-        mask_too = {} if mask is None else {"attention_mask": mask.to(where)}
-        return GenerationPrompt(embeddings | mask_too, None, [0] * input.shape[0], False, "tokens")
-    texts = texts_in(input)
-    if texts is not None:
-        kind = "str" if isinstance(input, str) else "list"
-        batch = batch_of(bridge, texts, options._replace(padding_side="left"))
-        tokens, mask = batch.tokens, batch.mask
-        if mask is None and len(tokens):
-            # Without it transformers would take a padding token for one that is not meant.
-            mask = torch.ones_like(tokens)
+        mask = mask.long().to(where)
+    side: Side = "right" if core.config.is_encoder_decoder else "left"
+    texts, embedded = texts_in(input), isinstance(input, Tensor) and input.is_floating_point()
+    tokens: Tensor | None = None
+    if embedded:
+        assert isinstance(input, Tensor)
+        check_embeddings(core, input)
+        given = {"inputs_embeds": (input if input.ndim == 3 else input[None]).to(where)}
     else:
-        tokens, kind = as_tokens(input), "tokens"
-        if padding_side is None and mask is not None and bool((mask[:, -1] == 0).any()):
-            padding_side = "right"
-        tokens, mask = to_the_left(tokens, mask)
-    check_ids(bridge.wiring.embedding, bridge.cfg, tokens, "the prompt")
-    kwargs = {"input_ids": tokens.to(where)}
+        if texts is None:
+            tokens = as_tokens(input)
+        else:
+            batch = batch_of(bridge, texts, options._replace(padding_side=side))
+            # Without a mask transformers would take a padding token for one that is not meant.
+            tokens, mask = batch.tokens, torch.ones_like(batch.tokens) if batch.mask is None else batch.mask
+            mask = mask.to(where)
+        check_ids(bridge.wiring.embedding, bridge.cfg, tokens, "the prompt")
+        given = {"input_ids": tokens.to(where)}
+    shape = next(iter(given.values())).shape[:2]
     if mask is not None:
-        kwargs["attention_mask"] = mask.to(where)
-    padding = [0] * len(tokens) if mask is None else (mask.cumsum(-1) == 0).sum(-1).tolist()
-    return GenerationPrompt(kwargs, kwargs["input_ids"], padding, padding_side == "right", kind)
+        if mask.shape != shape:
+            raise ValueError(f"attention_mask has shape {list(mask.shape)}; the tokens have {list(shape)}")
+        given["attention_mask"] = mask
+    behind = options.padding_side == "right"
+    if options.padding_side is None and texts is None and mask is not None:
+        behind = bool((mask[:, -1] == 0).any())
+    everything = {**more, **given}
+    rows = BatchRows(core, everything)
+    rows.arrange(everything, side)
+    more.update((name, everything[name]) for name in more)
+    kind = "tokens" if texts is None else "str" if isinstance(input, str) else "list"
+    return GenerationPrompt({name: everything[name] for name in given}, everything.get("input_ids"), rows, behind, kind)
 
 
 def _behind_images_or_sound(
@@ -129,9 +141,10 @@ def _behind_images_or_sound(
     taken, where = takes(bridge.core), input_device(bridge.core)
     given: Arguments = {} if mask is None else {"attention_mask": mask.to(where)}
     if isinstance(input, Tensor) and input.is_floating_point():
-        return GenerationPrompt({taken.main or "": input.to(where), **given}, None, [0] * len(input), False, "tokens")
+        given[taken.main or ""] = input.to(where)
+        return GenerationPrompt(given, None, BatchRows(bridge.core, given), False, "tokens")
     if isinstance(input, str) and not input:  # the images or the sound alone, by their name
-        return GenerationPrompt(given, None, [0], False, "str")
+        return GenerationPrompt(given, None, BatchRows(bridge.core, given), False, "str")
     texts = texts_in(input)
     if texts is not None:
         batch = batch_of(bridge, texts, options._replace(padding_side="left"))
@@ -142,7 +155,7 @@ def _behind_images_or_sound(
         tokens, kind = as_tokens(input), "tokens"
     check_ids(bridge.wiring.embedding, bridge.cfg, tokens, "the prompt")
     given["decoder_input_ids"] = tokens.to(where)
-    return GenerationPrompt(given, given["decoder_input_ids"], [0] * len(tokens), False, kind)
+    return GenerationPrompt(given, given["decoder_input_ids"], BatchRows(bridge.core, given), False, kind)
 
 
 def check_return_type(return_type: str | None) -> None:
@@ -165,19 +178,9 @@ def decode(bridge: HasTokenizer, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def rows_of(
-    bridge: RunnableBridge, prompt: GenerationPrompt, sequences: Int[Tensor, "batch pos"], copies: int
-) -> list[Tensor]:
-    """Each row without the padding in front of it.
-
-    Args:
-        bridge, prompt: what generated, and from what.
-        sequences: what was generated.
-        copies: how many rows each row of the prompt was continued to.
-    """
-    if bridge.core.config.is_encoder_decoder or prompt.tokens is None:
-        return list(sequences)
-    return [row[prompt.padding[i // copies] :] for i, row in enumerate(sequences)]
+def rows_of(prompt: GenerationPrompt, sequences: Int[Tensor, "batch pos"]) -> list[Tensor]:
+    """Each row of what was generated from a prompt, without the padding in front of it."""
+    return list(sequences) if prompt.tokens is None else prompt.rows.stripped(sequences)
 
 
 def texts_of(bridge: RunnableBridge, rows: Sequence[Tensor], prompt: GenerationPrompt) -> str | list[str]:
@@ -186,36 +189,11 @@ def texts_of(bridge: RunnableBridge, rows: Sequence[Tensor], prompt: GenerationP
     return texts[0] if prompt.kind == "str" and len(texts) == 1 else texts
 
 
-def aligned(
-    rows: Sequence[Tensor], sequences: Int[Tensor, "batch pos"], prompt: GenerationPrompt
-) -> Int[Tensor, "batch pos"]:
+def aligned(sequences: Int[Tensor, "batch pos"], prompt: GenerationPrompt) -> Int[Tensor, "batch pos"]:
     """The sequences, with the padding of the prompt on the side that was asked for."""
-    if not prompt.to_the_right:
+    if not prompt.to_the_right or prompt.tokens is None:
         return sequences
-    # The prompt's own padding moves from the front to the back.
-    fills = [sequence[: len(sequence) - len(row)] for sequence, row in zip(sequences, rows, strict=True)]
-    return torch.stack([torch.cat([row, fill]) for row, fill in zip(rows, fills, strict=True)])
-
-
-def to_the_left(
-    tokens: Int[Tensor, "batch pos"], mask: Int[Tensor, "batch pos"] | None
-) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, "batch pos"] | None]:
-    """Rows with their padding moved to the front, where generation needs it.
-
-    Args:
-        tokens: the rows.
-        mask: 1 for tokens and 0 for padding; None: no padding.
-
-    Raises:
-        ValueError: the mask does not fit.
-    """
-    if mask is None:
-        return tokens, None
-    if mask.shape != tokens.shape:
-        raise ValueError(f"attention_mask has shape {list(mask.shape)}; the tokens have {list(tokens.shape)}")
-    # A stable sort by the mask keeps the tokens' order, and that of the padding.
-    order = mask.to(torch.int8).argsort(dim=-1, stable=True)
-    return tokens.gather(1, order), mask.gather(1, order)
+    return prompt.rows.padded_behind(sequences)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -370,7 +348,7 @@ def prepared(bridge: RunnableBridge, input: Input, options: GenerationOptions) -
     _check_known(bridge, more)
     _check_used(options, more)
     text = TextOptions(options.prepend_bos, options.padding_side)
-    prompt = prompt_of(bridge, input, text, more.pop("attention_mask", None))
+    prompt = prompt_of(bridge, input, text, more.pop("attention_mask", None), more)
     if prompt.tokens is not None and "input_ids" in prompt.kwargs and "attention_mask" not in prompt.kwargs:
         prompt.kwargs["attention_mask"] = inferred_mask(bridge, prompt.tokens, options.eos_token_id, more)
     _check_room(bridge, prompt, options.max_new_tokens)
@@ -410,15 +388,8 @@ def inferred_mask(
         ValueError: there are padding tokens: a forward pass reads them as tokens, and `generate` would not.
     """
     own = bridge.core.generation_config
-    pad = more.get("pad_token_id", own.pad_token_id)
     eos = own.eos_token_id if eos_token_id is None else eos_token_id
-    endings = set(eos) if isinstance(eos, Sequence) else {eos}
-    padded = pad is not None and pad not in endings
-    if padded and bool((tokens == pad).any()):
-        raise ValueError(
-            f"the tokens hold the padding token {pad}, and nothing says whether it is padding: pass attention_mask "
-            "[batch, pos], 1 for tokens and 0 for padding"
-        )
+    check_said(tokens, more.get("pad_token_id", own.pad_token_id), set(eos) if isinstance(eos, Sequence) else {eos})
     return torch.ones_like(tokens)
 
 
@@ -488,7 +459,7 @@ def _check_room(bridge: RunnableBridge, prompt: GenerationPrompt, max_new_tokens
     cfg = bridge.cfg
     if cfg.n_ctx is None or bridge.core.config.is_encoder_decoder:
         return
-    length = next(iter(prompt.kwargs.values())).shape[1] - min(prompt.padding)
+    length = next(iter(prompt.kwargs.values())).shape[1] - min(prompt.rows.before)
     if length + max_new_tokens > cfg.n_ctx:
         raise ValueError(
             f"the prompt has {length} tokens and max_new_tokens={max_new_tokens}; {cfg.model_name} has a "

@@ -140,6 +140,30 @@ def check_tells_apart(hook: HookPoint) -> None:
         )
 
 
+def is_wrong(values: Tensor, masks: bool = False) -> bool:
+    """Whether there is something among values that is no number, or infinite.
+
+    Args:
+        values: of an activation.
+        masks: minus infinity is meant.
+    """
+    wrong = values.isnan() | values.isposinf() if masks else ~values.isfinite()
+    return bool(wrong.any())
+
+
+def not_finite(request: PackedRequest, what: str) -> FloatingPointError:
+    """Why a request ends whose edits made something that is not finite.
+
+    Args:
+        request: the request.
+        what: is not finite.
+    """
+    return FloatingPointError(
+        f"{what} at step {request.generation.step} of request {request.index} is not finite, which its edits have made "
+        "of it: smaller ones, or a model in float32, may do. The other requests go on"
+    )
+
+
 class PackedHook:
     """The listener's function at one hook point: edits each request's part, and keeps it.
 
@@ -172,7 +196,7 @@ class PackedHook:
             for fn in self._of_all:
                 act = _result(fn, act, hook)
         outside = CURRENT.get()
-        changed = self._together
+        edited = list(now.parts) if self._together else []
         kept = act.detach().clone() if self._capture and not self._order else None
         for part in now.parts:
             request = part.request
@@ -183,15 +207,29 @@ class PackedHook:
                     CURRENT.set(RunContext(outside.shared, outside.own, outside.run, request.generation))
                     try:
                         act[index] = _edited(fns, act[index], hook)
-                        changed = True
+                        edited.append(part)
                     except BaseException as error:  # noqa: BLE001
                         self._failed(request, error)  # it is raised, or told, where the answers are asked for
                     finally:
                         CURRENT.set(outside)
-            if self._capture:
-                seen = act[index].detach().clone() if kept is None else kept[index]
-                request.kept.setdefault(hook.name, []).append((part.first, seen))
-        return act if changed else None
+        if edited:
+            self._end_what_is_not_finite(act, hook, now, edited)
+        for part in now.parts if self._capture else ():
+            index = now.index(part, axes, act.shape, hook.name)
+            seen = act[index].detach().clone() if kept is None else kept[index]
+            part.request.kept.setdefault(hook.name, []).append((part.first, seen))
+        return act if edited else None
+
+    def _end_what_is_not_finite(self, act: Tensor, hook: HookPoint, now: Packed, parts: Sequence[RequestPart]) -> None:
+        """Ends the requests whose edits are no numbers, and puts zeros in their place, which harm nobody."""
+        masks = hook.name.endswith("hook_attn_scores")  # where minus infinity is a number like any other
+        if not act.is_floating_point() or not is_wrong(act, masks):
+            return
+        for part in parts:
+            index = now.index(part, hook.point.axes.split(), act.shape, hook.name)
+            if is_wrong(act[index], masks):
+                act[index] = 0
+                self._failed(part.request, not_finite(part.request, hook.name))
 
     def _edits_of(self, index: int) -> list[HookFunction]:
         found = self._edits.get(index)
@@ -206,31 +244,37 @@ class TellsApart:
     Args:
         now: tells the pass that is under way.
         basis: the point in the basis.
+        failed: is told of each request, where it does not.
     """
 
     in_run = True
 
-    def __init__(self, now: Callable[[], Packed], basis: HookPoint) -> None:
-        self._now, self._basis, self._tried = now, basis, False
+    def __init__(
+        self, now: Callable[[], Packed], basis: HookPoint, failed: Callable[[PackedRequest, BaseException], None]
+    ) -> None:
+        self._now, self._basis, self._failed = now, basis, failed
+        self._tried, self._mixes = False, False
 
     def __call__(self, act: Tensor, hook: HookPoint) -> None:
         now = self._now()
-        if self._tried or len(now.parts) == 1:
-            return
-        self._tried = True
-        whole = reconstructed(self._basis, act)
-        for part in now.parts:
-            mine = slice(*part.queries)
-            if not close(whole[:, mine], reconstructed(self._basis, act[:, mine])):
-                raise ValueError(
-                    f"the basis of {self._basis.name} makes of a position what depends on others: in a pass of many "
-                    "requests these are other people's: use bridge.generate"
-                )
+        if not self._tried and len(now.parts) > 1:
+            self._tried = True
+            whole = reconstructed(self._basis, act)
+            parts = [slice(*part.queries) for part in now.parts]
+            self._mixes = not all(close(whole[:, mine], reconstructed(self._basis, act[:, mine])) for mine in parts)
+        for part in now.parts if self._mixes else ():
+            why = ValueError(
+                f"the basis of {self._basis.name} makes of a position what depends on others: in a pass of many "
+                "requests these are other people's: use bridge.generate"
+            )
+            self._failed(part.request, why)
 
 
 def _of_each_token(fn: HookFunction) -> bool:
     """Whether a function does the same to every token, whichever row it is of."""
-    return isinstance(fn, Operation) and not fn.chooses_tokens and fn.rows is None and not fn.mixes_rows
+    if not isinstance(fn, Operation) or fn.remembers:
+        return False
+    return not fn.chooses_tokens and fn.rows is None and not fn.mixes_rows
 
 
 def _edited(fns: Sequence[HookFunction], act: Tensor, hook: HookPoint) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import CodeType
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from adapters.imports import check_checkpointed_gradients
 from adapters.points import Point, Site, token_embedding
+from bridge.hooks.rows import BatchRows
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What is attached to hook points: listeners, and the scopes that they are opened and end with.
@@ -137,24 +138,26 @@ class Generation:
     Attributes:
         step: 0 for the prompt, 1 for the first token that was generated, and so on.
         prompt: how many tokens the prompt has, padding included; None where that is not known.
-        padding: how many tokens of padding come before each row.
+        rows: how the rows of its prompt lie; None: they are one, without padding.
         of_decoder: it is the decoder's sequence that grows.
         in_order: each step processes the tokens that the sequence has gained, or all of them.
         processed: how many tokens of the sequence are processed after the present pass, where `step` does not say.
+        readings: what probes read in its passes, by their names.
     """
 
-    __slots__ = ("in_order", "of_decoder", "padding", "processed", "prompt", "step")
+    __slots__ = ("in_order", "of_decoder", "processed", "prompt", "readings", "rows", "step")
 
     def __init__(
         self,
         prompt: int | None = None,
-        padding: Sequence[int] = (),
+        rows: BatchRows | None = None,
         of_decoder: bool = False,
         in_order: bool = True,
     ) -> None:
         self.step = 0
-        self.prompt, self.padding, self.of_decoder, self.in_order = prompt, padding, of_decoder, in_order
+        self.prompt, self.rows, self.of_decoder, self.in_order = prompt, rows, of_decoder, in_order
         self.processed: int | None = None
+        self.readings: dict[str, Any] = {}
 
     @property
     def tokens(self) -> int:
@@ -215,11 +218,13 @@ class ForwardPass(PassMemory):
         gradients: gradients were on when it began, or may have been outside of a checkpointed call of the model.
         calls: how often modules began that run several times, of which hook points tell the calls apart.
         past: it goes on from the keys and values of an earlier one.
-        masks: its masks of padding, by the names of the arguments.
+        rows: how the rows of its batch lie; None where nobody asked.
+        readings: what probes read in it, by their names.
     """
 
     __slots__ = (
-        "calls", "embeddings", "entering", "gradients", "masks", "opened_by", "past", "separate", "skipped", "sources",
+        "calls", "embeddings", "entering", "gradients", "opened_by", "past", "readings", "rows", "separate", "skipped",
+        "sources",
         "start_at",
     )  # fmt: skip
 
@@ -235,17 +240,18 @@ class ForwardPass(PassMemory):
         self.embeddings: tuple[nn.Module, Tensor] | None = None
         self.calls: dict[nn.Module, int] = {}
         self.past = False
-        self.masks: dict[str, Tensor] = {}
+        self.rows: BatchRows | None = None
+        self.readings: dict[str, Any] = {}
 
     def end(self) -> None:
         """Lets go of every tensor."""
         while self.bodies:
             self.bodies.popitem()[1].end()
-        for kept in (self.sources, self.written, self.separate, self.entering, self.masks):
+        for kept in (self.sources, self.written, self.separate, self.entering, self.readings):
             kept.clear()
         self.calls.clear()
         self.skipped = frozenset()
-        self.embeddings = None
+        self.embeddings = self.rows = None
 
     def is_call(self, module: nn.Module, number: int) -> bool:
         """Whether the call of a module that is under way, or has just ended, is the one with a number."""
@@ -260,10 +266,7 @@ class ForwardPass(PassMemory):
         """
         past = kwargs.get("past_key_values")
         self.past = past is not None and bool(past.get_seq_length())
-        for name in ("attention_mask", "decoder_attention_mask"):
-            mask = kwargs.get(name)
-            if isinstance(mask, Tensor) and mask.ndim == 2:
-                self.masks[name] = mask
+        self.rows = BatchRows(model, kwargs)
         given = kwargs.get("inputs_embeds")
         embedding = token_embedding(model) if isinstance(given, Tensor) else None
         if isinstance(given, Tensor) and embedding is not None:

@@ -580,8 +580,8 @@ def copy_at_same_edge(x: Tensor) -> Tensor:
         x: requires a gradient, and is no leaf.
     """
     with saved_tensors_hooks(_copy, _same):
-        node = _SavedTensor.apply(x).grad_fn
-    return node.saved_tensors[0]
+        made = _SavedTensor.apply(x)  # held: before torch 2.13 a node forgets what it saved when its output is gone
+    return made.grad_fn.saved_tensors[0]
 
 
 class _SavedTensor(torch.autograd.Function):

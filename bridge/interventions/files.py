@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from bridge.hooks.asked import StudiedBridge
 from bridge.hooks.context import HookFunction
-from bridge.interventions.operations import OPERATIONS, Operation
+from bridge.interventions.operations import OPERATIONS, Condition, Operation
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Which model interventions were made on, and whether another one is like it.
@@ -135,6 +136,15 @@ def save(file: str | PathLike[str], pairs: Sequence[tuple[str, HookFunction]], m
                 value = {"input": value}
             elif isinstance(value, slice):
                 value = {"slice": [value.start, value.stop, value.step]}
+            elif isinstance(value, Condition):
+                value = asdict(value)
+            elif isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(
+                    f"{field.name} of {type(operation).__name__} at {point} is {value}, which JSON does not know: give "
+                    "it as a tensor"
+                )
+            elif field.name == "where":
+                continue  # there is none, and older versions know of none
             entry[field.name] = value
         entries.append(entry)
     said = {"version": VERSION, "model": None if model is None else model.as_data(), "interventions": entries}
@@ -244,14 +254,16 @@ def _pair(index: int, entry: object, tensors: Mapping[str, Tensor], used: set[st
         raise InterventionsFileError(f"{here} is the operation {name!r}; there are {', '.join(OPERATIONS)}")
     kind = OPERATIONS[name]
     known = [field.name for field in fields(kind)]
-    if sorted(entry) != sorted(["point", "operation", *known]):
+    if sorted([*entry, *({"where"} - entry.keys())]) != sorted(["point", "operation", *known]):
         raise InterventionsFileError(
             f"{here}, {name}, has the fields {', '.join(sorted(entry))}; it needs {', '.join(known)}"
         )
     given: dict[str, Any] = {}
     for field in known:
-        value = entry[field]
-        if field in kind.numbers:
+        value = entry.get(field)
+        if field == "where":
+            value = None if value is None else _condition(here, value)
+        elif field in kind.numbers:
             value = _number(f"{field} of {here}", value, tensors, used)
         elif isinstance(value, dict):
             ends = value.get("slice")
@@ -260,6 +272,13 @@ def _pair(index: int, entry: object, tensors: Mapping[str, Tensor], used: set[st
             value = slice(*ends)
         given[field] = value
     return point, kind(**given)
+
+
+def _condition(here: str, value: object) -> Condition:
+    names = sorted(field.name for field in fields(Condition))
+    if not isinstance(value, dict) or sorted(value) != names:
+        raise InterventionsFileError(f"where of {here} is {value!r}; a condition has {', '.join(names)}")
+    return Condition(**value)
 
 
 def _number(what: str, value: object, tensors: Mapping[str, Tensor], used: set[str]) -> object:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from bridge.hooks.arguments import check_choice
-from bridge.hooks.context import CURRENT, ForwardPass
+from bridge.hooks.context import CURRENT
 from bridge.hooks.hooks import HookPoint
+from bridge.hooks.rows import BatchRows
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Which axis of an activation is which, and which of its entries are meant.
@@ -71,6 +74,8 @@ def axis_of(field: str, hook: HookPoint) -> int:
     else:
         names = {"positions": _POSITIONS, "keys": _KEYS, "heads": _HEADS, "rows": ("batch",)}[field]
         found = [axes.index(name) for name in names if name in axes]
+        if field == "heads":  # where a layer has a number of its own
+            found += [index for index, name in enumerate(axes[:-1]) if name.isdigit()]
         if found:
             return found[0]
     raise ValueError(f"{hook.name} has the axes [{hook.point.axes}], and no {field} among them")
@@ -84,14 +89,13 @@ class SequencePart:
         first: the place of the first entry in the sequence, padding included.
         length: how many entries there are.
         prompt: how many tokens of the sequence are the prompt, padding included.
-        before, after: how many tokens of padding come before each row's prompt, and behind it; None: nowhere.
+        real: which of the prompt are no padding, ``[row, prompt]``; None: all of them are none.
     """
 
     first: int
     length: int
     prompt: int
-    before: Tensor | None = None
-    after: Tensor | None = None
+    real: Tensor | None = None
 
 
 def tokens_along(axis: str, length: int, rows: int, hook: HookPoint) -> SequencePart:
@@ -109,40 +113,29 @@ def tokens_along(axis: str, length: int, rows: int, hook: HookPoint) -> Sequence
     if torch.compiler.is_compiling():
         return SequencePart(0, length, length)
     context = CURRENT.get()
-    generation = context.generation
+    generation, run = context.generation, context.run
+    lie: BatchRows | None = None if run is None else run.rows
+    prompt, first = length, 0
     if generation is None or generation.prompt is None:
-        if context.run is not None and context.run.past:
+        if run is not None and run.past:
             raise ValueError(
                 f"the intervention at {hook.name} is for some tokens alone, and this run continues another one, whose "
                 "length it does not know: use bridge.generate, or bridge.generate_batch"
             )
-        return _in_a_run(axis, length, context.run)
-    if not generation.in_order:
+    elif not generation.in_order:
         raise ValueError(
             f"the intervention at {hook.name} is for some tokens alone, and in this way of generating tokens are "
             "processed that do not stay in the sequence, so their places are not known: generate without assistant, "
             "look-up or contrastive search"
         )
-    if axis.startswith("decoder_") != generation.of_decoder:
-        return _in_a_run(axis, length, context.run)  # an encoder's tokens: the prompt, all at once
-    before: Tensor | None = None
-    if any(generation.padding):
-        copies = max(1, rows // len(generation.padding))
-        before = torch.tensor(generation.padding).repeat_interleave(copies)
-    return SequencePart(max(0, generation.tokens - length), length, generation.prompt, before)
-
-
-def _in_a_run(axis: str, length: int, run: ForwardPass | None) -> SequencePart:
-    """The tokens of a run: all of them are the prompt, but what a mask says is padding."""
-    mask = None if run is None else run.masks.get(f"{'decoder_' * axis.startswith('decoder_')}attention_mask")
-    if mask is None or mask.shape[1] != length or bool(mask.all()):
-        return SequencePart(0, length, length)
-    before, after = ((ends.cumsum(-1) == 0).sum(-1) for ends in (mask, mask.flip(-1)))
-    return SequencePart(0, length, length, before, after)
+    elif axis.startswith("decoder_") == generation.of_decoder:
+        lie, prompt, first = generation.rows, generation.prompt, max(0, generation.tokens - length)
+    # else an encoder's tokens: the prompt, all at once
+    return SequencePart(first, length, prompt, None if lie is None else lie.real(axis, prompt, rows))
 
 
 def chosen(index: Kept, tokens: SequencePart, name: str, like: Tensor) -> Tensor:
-    """Which entries an index means, ``[length]`` or, where rows differ, ``[rows length]``.
+    """Which entries an index means, ``[length]`` or, where rows differ, ``[row length]``.
 
     Args:
         index: from the front or, if negative, from the end of the prompt.
@@ -158,11 +151,12 @@ def chosen(index: Kept, tokens: SequencePart, name: str, like: Tensor) -> Tensor
         places = places + tokens.first
     size: int | Tensor = tokens.prompt
     longest = shortest = tokens.prompt
-    if tokens.before is not None:
-        before = tokens.before.to(like.device)[:, None]
-        places, size = places - before, tokens.prompt - before
-        if tokens.after is not None:
-            size = size - tokens.after.to(like.device)[:, None]
+    if tokens.real is not None:
+        real = tokens.real.to(like.device)
+        counted = (real.cumsum(-1) - 1).masked_fill(~real, -1)  # padding is at no place
+        size = real.sum(-1, keepdim=True)
+        known = counted[:, places.clamp(max=tokens.prompt - 1)]
+        places = torch.where(places < tokens.prompt, known, places - tokens.prompt + size)
         shortest, longest = int(size.min()), int(size.max())
     if isinstance(index, slice):
         return _in_range(index, places, size)
@@ -189,6 +183,17 @@ def _in_range(index: slice, places: Tensor, size: int | Tensor) -> Tensor:
     return found if step == 1 else found & ((places - first) % step == 0)
 
 
+def rows_given(rows: int) -> int:
+    """How many rows the user gave, of those of an activation: a generation repeats them for beams and sequences.
+
+    Args:
+        rows: of the activation.
+    """
+    generation = None if torch.compiler.is_compiling() else CURRENT.get().generation
+    count = 0 if generation is None or generation.rows is None else generation.rows.count
+    return count if count and rows % count == 0 else rows
+
+
 def along(mask: Tensor, axis: int, ndim: int) -> Tensor:
     """A mask ``[length]`` or ``[rows length]`` as one that fits an activation.
 
@@ -207,6 +212,94 @@ def along(mask: Tensor, axis: int, ndim: int) -> Tensor:
 # ----------------------------------------------------------------------------------------------------------------------
 # What all operations share: where they act, their numbers, what they are called with.
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What a `Probe` must have read for an operation to act: made by ``probe > threshold`` or ``probe < threshold``.
+
+    Args:
+        probe: its name.
+        above: the reading is to be above the threshold; else below.
+        threshold: a number.
+        over: ``"tokens"``, each by its own reading; ``"rows"``, all tokens of a row (of a request) by the highest
+            reading of its tokens so far.
+    """
+
+    probe: str
+    above: bool
+    threshold: float
+    over: str = "tokens"
+
+    def __post_init__(self) -> None:
+        check_choice("over", self.over, ("tokens", "rows"))
+        if not isinstance(self.probe, str) or type(self.above) is not bool:
+            raise TypeError(f"a condition is made by `probe > threshold`, not of {self.probe!r} and {self.above!r}")
+        if isinstance(self.threshold, bool) or not isinstance(self.threshold, int | float):
+            raise TypeError(f"threshold is {self.threshold!r}; it must be a number")
+        if not math.isfinite(self.threshold):
+            raise ValueError(f"threshold is {self.threshold}, which no reading can be compared with")
+
+    def mask(self, activation: Tensor, hook: HookPoint) -> Tensor:
+        """Where it holds, as a mask that broadcasts over the activation of a hook point.
+
+        Raises:
+            RuntimeError: its probe has read nothing in this pass.
+            ValueError: it read other tokens than those of the activation.
+        """
+        found = _readings(hook).get(self.probe)
+        generation = CURRENT.get().generation
+        step = None if generation is None else generation.tokens
+        if found is None or (self.over == "tokens" and found.step != step):
+            raise RuntimeError(
+                f"the operation at {hook.name} asks what the probe {self.probe!r} read, and it has read nothing in "
+                "this pass: put the probe at a point that comes before, [(earlier point, probe), (this point, "
+                "operation)]"
+            )
+        read = found.tokens if self.over == "tokens" else found.highest
+        holds = (read > self.threshold) if self.above else (read < self.threshold)
+        holds = holds.to(activation.device)
+        rows = activation.shape[0]
+        if self.over == "rows":
+            own = rows_given(rows)
+            if holds.shape[0] != own:
+                raise ValueError(f"the probe {self.probe!r} read {holds.shape[0]} rows; {hook.name} has {own}")
+            return along(holds.repeat_interleave(rows // own), 0, activation.ndim)
+        axis = axis_of("positions", hook)
+        if holds.shape != (rows, activation.shape[axis]):
+            raise ValueError(
+                f"the probe {self.probe!r} read {list(holds.shape)} tokens; {hook.name} has "
+                f"[{rows}, {activation.shape[axis]}] of them: use a probe over rows"
+            )
+        return along(holds, axis, activation.ndim)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a probe has read.
+
+    Attributes:
+        step: how many tokens of a generation were processed then; None: outside of one.
+        tokens: ``[row, token]``, of the present pass.
+        highest: ``[row]``, of all tokens so far but padding; rows are those that the user gave.
+    """
+
+    step: int | None
+    tokens: Tensor
+    highest: Tensor
+
+
+def _readings(hook: HookPoint) -> dict[str, Reading]:
+    """What probes have read in the present run, or in its generation.
+
+    Raises:
+        RuntimeError: this is no run.
+    """
+    context = CURRENT.get()
+    holder = context.run if context.generation is None else context.generation
+    if holder is None or torch.compiler.is_compiling():
+        raise RuntimeError(f"a probe, or a condition, at {hook.name} is for runs of a bridge, not for programs")
+    return holder.readings
 
 
 #: A number of an operation: a tensor that broadcasts over the activation, a number, or the name of a program's input.
@@ -232,6 +325,7 @@ class Operation:
         part: ``"all"`` tokens, those of the ``"prompt"``, or those that are ``"generated"``.
         from_step: only tokens that are processed from this step of a generation on: 0 reads the prompt, 1 the first
             new token.
+        where: only where a probe at an earlier point read more, or less, than a threshold: ``probe > 0.5``.
     """
 
     positions: Index = None
@@ -241,6 +335,7 @@ class Operation:
     rows: Index = None
     part: str = "all"
     from_step: int = 0
+    where: Condition | None = None
 
     #: The fields that are numbers of the operation.
     numbers: ClassVar[tuple[str, ...]] = ()
@@ -257,14 +352,28 @@ class Operation:
             raise ValueError(f"from_step is {self.from_step}; steps are counted from 0")
         if (self.positions is not None) + (self.part != "all") + (self.from_step > 0) > 1:
             raise ValueError("positions, part and from_step each choose tokens: give one of them")
+        if not isinstance(self.where, Condition | None):
+            raise TypeError(f"where is {self.where!r}; it must be a condition, as `probe > 0.5` makes it")
         for name in self.numbers:
-            value = getattr(self, name)
-            if type(value) is int:
-                object.__setattr__(self, name, float(value))
-            elif not isinstance(value, Tensor | float | str | None):
-                raise TypeError(f"{name} is {value!r}; it must be a tensor, a number, or the name of an input")
-            elif isinstance(value, str) and not value.isidentifier():
-                raise ValueError(f"{name} is {value!r}, which is no name of an input")
+            self._check_kind(name)
+
+    def _check_kind(self, name: str) -> None:
+        """Refuses what is no number of an operation; whole ones become fractions.
+
+        Raises:
+            TypeError: it is something else, or complex.
+            ValueError: a text that no input can be called.
+        """
+        value = getattr(self, name)
+        missing = value is None and any(field.name == name and field.default is None for field in fields(self))
+        if type(value) is int:
+            object.__setattr__(self, name, float(value))
+        elif not isinstance(value, Tensor | float | str) and not missing:
+            raise TypeError(f"{name} is {value!r}; it must be a tensor, a number, or the name of an input")
+        elif isinstance(value, str) and not value.isidentifier():
+            raise ValueError(f"{name} is {value!r}, which is no name of an input")
+        elif isinstance(value, Tensor) and value.is_complex():
+            raise TypeError(f"{name} is of {value.dtype}, and activations are no complex numbers")
 
     def __repr__(self) -> str:
         from_default = [f for f in fields(self) if f.name in self.numbers or getattr(self, f.name) != f.default]
@@ -294,6 +403,11 @@ class Operation:
     def mixes_rows(self) -> bool:
         """Whether what it makes of one row depends on the others."""
         return False
+
+    @property
+    def remembers(self) -> bool:
+        """Whether it reads, or asks, what was read elsewhere in the pass."""
+        return self.where is not None
 
     def check_alone(self, hook: HookPoint) -> None:
         """Refuses to act on the requests of a batch, each of which is one row, where that means something else.
@@ -330,8 +444,10 @@ class Operation:
         for field in _WHERE:
             if getattr(self, field) is not None:
                 axis_of(field, hook)
-        if self.part != "all" or self.from_step:
+        if self.part != "all" or self.from_step or (self.where is not None and self.where.over == "tokens"):
             axis_of("positions", hook)
+        if self.where is not None:
+            axis_of("rows", hook)
         axes = hook.point.axes.split()
         for name in self.numbers:
             value = getattr(self, name)
@@ -392,6 +508,8 @@ class Operation:
             return value if activation.is_floating_point() else int(value)
         if value.is_floating_point() and not activation.is_floating_point():
             raise TypeError(f"{name} is {value.dtype}; the activation at {hook.name} is {activation.dtype}")
+        if value.ndim == activation.ndim and 1 < value.shape[0] == rows_given(activation.shape[0]):
+            value = value.repeat_interleave(activation.shape[0] // value.shape[0], 0)  # one number for all of its beams
         return value.to(activation.device, activation.dtype)
 
     def mask(self, activation: Tensor, hook: HookPoint) -> Tensor | None:
@@ -400,19 +518,27 @@ class Operation:
         axes = hook.point.axes.split()
         for field in _WHERE:
             index = getattr(self, field)
-            if index is not None:
-                axis = axis_of(field, hook)
-                tokens = tokens_along(axes[axis], activation.shape[axis], activation.shape[0], hook)
-                if field not in ("positions", "keys"):
-                    tokens = type(tokens)(0, activation.shape[axis], activation.shape[axis])
-                mask = chosen(index, tokens, f"one of {field} at {hook.name}", activation)
-                masks.append(along(mask, axis, activation.ndim))
+            if index is None:
+                continue
+            axis, what = axis_of(field, hook), f"one of {field} at {hook.name}"
+            length = activation.shape[axis]
+            if field in ("positions", "keys"):
+                tokens = tokens_along(axes[axis], length, activation.shape[0], hook)
+                mask = chosen(index, tokens, what, activation)
+            elif field == "rows":
+                own = rows_given(length)
+                mask = chosen(index, SequencePart(0, own, own), what, activation).repeat_interleave(length // own)
+            else:
+                mask = chosen(index, SequencePart(0, length, length), what, activation)
+            masks.append(along(mask, axis, activation.ndim))
         if self.part != "all" or self.from_step:
             axis = axis_of("positions", hook)
             tokens = tokens_along(axes[axis], activation.shape[axis], activation.shape[0], hook)
             places = torch.arange(tokens.length, device=activation.device) + tokens.first
             first = tokens.prompt + (self.from_step - 1 if self.from_step else 0)
             masks.append(along(places < first if self.part == "prompt" else places >= first, axis, activation.ndim))
+        if self.where is not None:
+            masks.append(self.where.mask(activation, hook))
         found: Tensor | None = None
         for mask in masks:
             found = mask if found is None else found & mask
@@ -462,7 +588,7 @@ class Add(Operation):
 
     Args:
         value: broadcasts over the activation.
-        scale: what it is multiplied with.
+        scale: what it is multiplied with; broadcasts, too.
     """
 
     value: Number
@@ -471,9 +597,146 @@ class Add(Operation):
 
     def made(self, activation: Tensor, hook: HookPoint, inputs: Mapping[str, Tensor]) -> Tensor:
         value = self.number("value", activation, inputs, hook)
-        if self.scale == 1.0:
+        if isinstance(self.scale, float) and self.scale == 1.0:
             return activation + value
         return activation + self.number("scale", activation, inputs, hook) * value
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class AddScaled(Operation):
+    """Adds a direction that is as long as the activation is: ``h + scale * |h| * v / |v|``, lengths along features.
+
+    So are activations given to an activation oracle (Karvonen et al. 2025), whatever the norm of the stream is there.
+
+    Args:
+        value: ``[feature]``, or what broadcasts over the activation; of any length but zero.
+        scale: in lengths of the activation.
+
+    Example:
+        >>> import torch
+        >>> from bridge import TransformerBridge
+        >>> from bridge.interventions import AddScaled
+        >>> bridge = TransformerBridge.boot_embedded()
+        >>> op = AddScaled(torch.ones(128), 0.5, positions=-1)
+        >>> bridge.run_with_hooks("Mary and", fwd_hooks=[("blocks.1.hook_resid_post", op)]).shape
+        torch.Size([1, 3, 654])
+    """
+
+    value: Tensor | str
+    scale: Number = 1.0
+    numbers: ClassVar[tuple[str, ...]] = ("value", "scale")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_vectors("value", self.value)
+
+    def check_point(self, hook: HookPoint) -> None:
+        super().check_point(hook)
+        axis_of("features", hook)
+
+    def made(self, activation: Tensor, hook: HookPoint, inputs: Mapping[str, Tensor]) -> Tensor:
+        value = self.number("value", activation, inputs, hook)
+        wide = torch.promote_types(activation.dtype, torch.float32)
+        longs = [torch.linalg.vector_norm(x.to(wide), dim=-1, keepdim=True) for x in (activation, value)]
+        added = value.to(wide) * (longs[0] / longs[1]) * self.number("scale", activation, inputs, hook)
+        return activation + added.to(activation.dtype)
+
+
+def _check_vectors(name: str, value: object) -> None:
+    """Refuses what has no direction.
+
+    Raises:
+        TypeError: a number.
+        ValueError: a vector of zeros.
+    """
+    if isinstance(value, float):
+        raise TypeError(f"{name} is {value}; it must be a tensor, or the name of an input")
+    # Of what `torch.vmap` maps over, nothing can be asked.
+    if (
+        isinstance(value, Tensor)
+        and not is_functorch_wrapped_tensor(value)
+        and not bool(value.any(-1).all() if value.ndim else False)
+    ):
+        raise ValueError(f"{name} has shape {list(value.shape)} and a vector of zeros in it, which has no direction")
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Probe(Operation):
+    """Reads ``activation @ direction + bias`` and leaves the activation as it is; conditions ask what it read.
+
+    Args:
+        direction: ``[feature]``.
+        name: what conditions call it.
+        bias: a number.
+        over: whether ``probe > threshold`` is asked of each token, or of each row (see `Condition`).
+
+    Example:
+        >>> import torch
+        >>> from bridge import TransformerBridge
+        >>> from bridge.interventions import Add, Interventions, Probe
+        >>> bridge = TransformerBridge.boot_embedded()
+        >>> probe = Probe(torch.ones(128), "sure")
+        >>> steer = Add(torch.randn(128), where=probe > 2.0)
+        >>> pairs = Interventions([("blocks.1.hook_resid_post", probe), ("blocks.2.hook_resid_post", steer)], bridge)
+        >>> bridge.run_with_hooks("Mary and", fwd_hooks=pairs).shape
+        torch.Size([1, 3, 654])
+    """
+
+    direction: Tensor | str
+    name: str
+    bias: Number = 0.0
+    over: str = "tokens"
+    numbers: ClassVar[tuple[str, ...]] = ("direction", "bias")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("over", self.over, ("tokens", "rows"))
+        _check_vectors("direction", self.direction)
+        if not isinstance(self.name, str) or not self.name:
+            raise TypeError(f"name is {self.name!r}; it must be a text")
+        if isinstance(self.direction, Tensor) and self.direction.ndim != 1:
+            raise ValueError(f"direction has shape {list(self.direction.shape)}; it must be [feature]")
+        chosen = [f.name for f in fields(Operation) if getattr(self, f.name) != f.default]
+        if chosen:
+            raise ValueError(f"a probe reads everywhere: {', '.join(chosen)} would have no effect")
+
+    def __gt__(self, threshold: float) -> Condition:
+        return Condition(self.name, True, threshold, self.over)
+
+    def __lt__(self, threshold: float) -> Condition:
+        return Condition(self.name, False, threshold, self.over)
+
+    @property
+    def remembers(self) -> bool:
+        return True
+
+    def check_point(self, hook: HookPoint) -> None:
+        super().check_point(hook)
+        axes = hook.point.axes.split()
+        if len(axes) != 3 or axes[0] != "batch" or axes[1] not in _POSITIONS:
+            raise ValueError(f"{hook.name} has the axes [{hook.point.axes}]; a probe reads [batch pos feature]")
+
+    def __call__(self, activation: Tensor, hook: HookPoint, **inputs: Tensor) -> Tensor:
+        self.check_point(hook)
+        readings = _readings(hook)
+        read = activation @ self.number("direction", activation, inputs, hook)
+        read = read + self.number("bias", activation, inputs, hook)
+        rows, length = read.shape
+        tokens = tokens_along(hook.point.axes.split()[1], length, rows, hook)
+        known = read
+        if tokens.real is not None:
+            places = torch.arange(length) + tokens.first
+            real = tokens.real.to(read.device)[:, places.clamp(max=tokens.prompt - 1)]
+            known = read.masked_fill(~(real | (places >= tokens.prompt).to(read.device)), float("-inf"))
+        own = rows_given(rows)
+        highest = known.reshape(own, -1).amax(-1)
+        before = readings.get(self.name)
+        if before is not None and before.highest.shape == highest.shape:
+            highest = torch.maximum(highest, before.highest.to(highest.device))
+        generation = CURRENT.get().generation
+        step = None if generation is None else generation.tokens
+        readings[self.name] = Reading(step, read.detach(), highest.detach())
+        return activation
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -579,7 +842,7 @@ class ProjectOut(Operation):
                     "of fractions, [feature] or [direction feature]"
                 )
             rows = self.directions.detach().double().reshape(-1, self.directions.shape[-1])
-            if int(torch.linalg.matrix_rank(rows)) < len(rows):
+            if not is_functorch_wrapped_tensor(rows) and int(torch.linalg.matrix_rank(rows)) < len(rows):
                 raise ValueError("the directions depend on each other (or one is zero): give each of them once")
 
     def check_point(self, hook: HookPoint) -> None:
@@ -718,5 +981,6 @@ class Replace(Operation):
 
 #: All operations, by name.
 OPERATIONS: dict[str, type[Operation]] = {
-    kind.__name__: kind for kind in (Set, Add, Scale, Clamp, Zero, Mean, ProjectOut, ProjectOnto, Cap, Replace)
+    kind.__name__: kind
+    for kind in (Set, Add, AddScaled, Scale, Clamp, Zero, Mean, ProjectOut, ProjectOnto, Cap, Replace, Probe)
 }

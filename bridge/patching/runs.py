@@ -147,6 +147,9 @@ class CorruptedRun:
             output = model(tokens, **options)
         self.logits: Float[Tensor, "batch pos d_vocab"] = output[0] if caching else output
         self._past: DynamicCache | None = _plain_cache(output[1], self.length) if caching else None
+        #: A classifier has one row of scores for each prompt: no part of it is of some positions.
+        self.by_position = self.logits.ndim == 3 and self.logits.shape[:2] == tokens.shape
+        self._streams_known = self._streams_known and self.by_position
         self.positions = self._streams_known and self._past is not None and self._reproduces_logits(self.length // 2)
 
     @cached_property
@@ -361,7 +364,7 @@ class PatchedRuns:
             ValueError: several are to be one batch at a point without a batch axis.
         """
         run = self.corrupted
-        if run is not None and joined and self._batched and not self.mixing:
+        if run is not None and run.by_position and joined and self._batched and not self.mixing:
             known = [self._where_known(patch, run) for patch in patches]
             # Where each patch leaves the first positions alone, no run has all of them.
             if not starts_at_first(known, run.length) or run.steps:

@@ -120,6 +120,10 @@ def _taken(fn: AnyFunction, hook: HookPoint, declared: Collection[str]) -> tuple
         TypeError: see `Function`.
     """
     if isinstance(fn, Operation):
+        if fn.remembers:
+            raise TypeError(
+                f"{type(fn).__name__} at {hook.name} is a probe, or asks one (where=), which programs do not: use a run"
+            )
         missing = [name for name in fn.inputs if name not in declared]
         if missing:
             raise TypeError(

@@ -33,16 +33,17 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from adapters import imports as versions
-from adapters.inputs import accepted_arguments, takes
+from adapters.inputs import accepted_arguments, makes_decoder_tokens, takes
 from adapters.points import core_path
 from adapters.views import Kwargs
 from bridge import export as exporting
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import suggestion
+from bridge.hooks.rows import PositionCounting
 from bridge.programs.compiled import CompiledRun, Run, generating_model
 from bridge.programs.lower import Lowered, as_written, lower
 from bridge.programs.program_pass import AnyFunction, ProgramPass
-from bridge.run.inputs import RunnableBridge, places_among_tokens, places_of
+from bridge.run.inputs import RunnableBridge
 from bridge.taps.attention import AttentionWatch
 
 
@@ -92,7 +93,7 @@ class Program(nn.Module):
         self.compiled = False
         self.training = self.model.training
         self._known = known
-        self._counted = places_of(bridge)
+        self._counted = PositionCounting.of(bridge.original_model, bridge.core, bridge.block_paths)
         self._places = bridge.cfg.positions_from_mask and "position_ids" in known
         self._caches = "use_cache" in known
         self._max_length = bridge.cfg.n_ctx
@@ -101,6 +102,7 @@ class Program(nn.Module):
         self._blocks = [
             self.model.get_submodule(path.removeprefix(as_written(bridge.original_model)[1])) for path in paths
         ]
+        self._makes_tokens = self._has_decoder and makes_decoder_tokens(bridge.core)
         self._starts_with = getattr(self._config, "decoder_start_token_id", None) if self._has_decoder else 0
         self._chooses = self.lowered.chooses_tokens
         self._run: Run = self.run_lowered
@@ -253,11 +255,11 @@ class Program(nn.Module):
         if isinstance(mask, Tensor) and mask.ndim == 2:
             arguments["attention_mask"] = mask = mask.long()
             if self._places and given.get("position_ids") is None:
-                arguments["position_ids"] = places_among_tokens(mask, self._counted)[:, -tokens.shape[1] :]
+                arguments["position_ids"] = self._counted.places(mask)[:, -tokens.shape[1] :]
         if torch.compiler.is_compiling() and self._caches and given.get("past_key_values") is None:
             arguments.setdefault("use_cache", False)  # nobody gets it, and it would be in the graph
         starts = {"decoder_input_ids", "decoder_inputs_embeds", "labels"}
-        if self._has_decoder and not starts & given.keys():
+        if self._has_decoder and not (self._makes_tokens and input_ids is not None) and not starts & given.keys():
             start = self._starts_with
             assert start is not None  # `_check` has seen to it
             arguments["decoder_input_ids"] = torch.full((tokens.shape[0], 1), start, device=tokens.device)

@@ -14,13 +14,22 @@ from jaxtyping import Float, Integer
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from adapters.inputs import Takes, accepted_arguments, accepted_by, may_take, takes
+from adapters.inputs import (
+    Takes,
+    accepted_arguments,
+    accepted_by,
+    looks_for_padding,
+    makes_decoder_tokens,
+    may_take,
+    takes,
+)
 from adapters.linear import input_device
-from adapters.points import learns_prompt, module_at, module_path
+from adapters.points import learns_prompt
 from bridge.hooks.asked import StudiedBridge
 from bridge.hooks.context import CURRENT, HookFunction
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import NamesFilter, suggestion
+from bridge.hooks.rows import PositionCounting, around_blocks, check_zero_or_one, is_padded_in_front
 from bridge.run.tokenization import Batch, TokenizerFacts, as_tokens, check_embeddings, check_ids, texts_in
 from bridge.wiring.wiring import Wiring
 
@@ -184,7 +193,13 @@ _OUTPUTS = {
 }
 
 
-def check_arguments(model: nn.Module, given: dict[str, Any], ours: Sequence[str]) -> None:
+def _added_around(model: nn.Module) -> AbstractSet[str]:
+    """The arguments of what is wrapped around a model: of PEFT, which adapter each row has."""
+    mixes = hasattr(model, "get_base_model") and not learns_prompt(model)
+    return {"adapter_names"} if mixes else frozenset()
+
+
+def check_arguments(bridge: RunnableBridge, given: dict[str, Any], ours: Sequence[str]) -> None:
     """Refuses keyword arguments that neither the bridge nor the model knows.
 
     Raises:
@@ -192,7 +207,8 @@ def check_arguments(model: nn.Module, given: dict[str, Any], ours: Sequence[str]
     """
     if not given:
         return
-    known = accepted_by(model)
+    model = bridge.core
+    known = accepted_by(model) | _added_around(bridge.original_model)
     for name in given:
         if name in NAMES:
             raise TypeError(f"{name} is the input itself, and an input is given: pass one of them")
@@ -231,12 +247,16 @@ def prepare(bridge: RunnableBridge, asked: Request) -> Inputs:
         return _images_or_sound(bridge, taken, asked, kwargs)
     tokens, mask = _taken_in(bridge, asked, kwargs, starts)
     length = (kwargs["inputs_embeds"] if tokens is None else tokens).shape[1]
-    _check_further(bridge, kwargs, length)
+    # What an encoder-decoder remembers is of its decoder: the encoder's tokens are all here.
+    past = None if bridge.core.config.is_encoder_decoder else kwargs.get("past_key_values")
+    _check_further(bridge, kwargs, length, past)
     if mask is not None and not may_take(bridge.core, "attention_mask"):
-        _refuse_padding(bridge, _checked_mask(mask, kwargs, length))
+        _refuse_padding(bridge, _checked_mask(mask, kwargs, length, past))
         mask = None
     if mask is not None:
-        mask = _checked_mask(mask, kwargs, length)
+        mask = _checked_mask(mask, kwargs, length, past)
+        if mask.ndim == 2 and looks_for_padding(bridge.core):
+            tokens = _padded_as_known(bridge.core, mask, kwargs)
         # A model that needs an image hands what it does not know to that image's own model, too.
         if mask.ndim == 2 and not taken.needed:
             _place(bridge, mask, length, kwargs)
@@ -279,11 +299,33 @@ def _taken_in(
     return tokens, mask
 
 
-def _check_further(bridge: RunnableBridge, kwargs: dict[str, Any], length: int) -> None:
+def _padded_as_known(core: nn.Module, mask: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+    """Puts the padding token that a model looks for in the place of what a mask says is padding; returns the tokens.
+
+    A classifier reads its score where the last token is that is none, whatever the mask says.
+
+    Raises:
+        ValueError: there are embeddings in place of tokens, in which it finds no padding.
+    """
+    tokens: Tensor | None = kwargs.get("input_ids")
+    if bool(mask.all()):
+        return tokens
+    if tokens is None:
+        raise ValueError(
+            f"{type(core).__name__} looks for padding among its tokens, and embeddings have none: it would read its "
+            "score at padding. Give tokens, or rows without padding"
+        )
+    pad = core.config.get_text_config().pad_token_id  # type: ignore[union-attr, operator]
+    if pad is not None:  # else the model itself refuses more than one row
+        kwargs["input_ids"] = tokens = tokens.masked_fill(mask.to(tokens.device) == 0, pad)
+    return tokens
+
+
+def _check_further(bridge: RunnableBridge, kwargs: dict[str, Any], length: int, past: Any) -> None:
     """Refuses further arguments that do not fit the input."""
     if isinstance(decoder := kwargs.get("decoder_input_ids"), Tensor) and decoder.numel():
         check_ids(bridge.wiring.embedding, bridge.cfg, decoder, "decoder_input_ids")
-    _check_length(bridge, length, kwargs.get("past_key_values"))
+    _check_length(bridge, length, past)
     if kwargs.get("decoder_attention_mask") is not None:
         check_zero_or_one("decoder_attention_mask", kwargs["decoder_attention_mask"])
 
@@ -298,8 +340,7 @@ def _place(bridge: RunnableBridge, mask: Tensor, length: int, kwargs: dict[str, 
         return
     if "position_ids" not in accepted_arguments(type(bridge.core).forward):
         return
-    positions = _positions(mask, bridge)
-    if positions is None:
+    if not is_padded_in_front(mask):
         return
     if learns_prompt(bridge.original_model):
         raise ValueError(
@@ -311,7 +352,8 @@ def _place(bridge: RunnableBridge, mask: Tensor, length: int, kwargs: dict[str, 
             "padding before a token cannot be had: this model lengthens its rows itself (Reformer), and transformers' "
             'code that does so fails where it is told positions; use padding_side="right"'
         )
-    kwargs["position_ids"] = positions[:, -length:].to(input_device(bridge.wiring.model))
+    counted = PositionCounting.of(bridge.original_model, bridge.core, bridge.block_paths)
+    kwargs["position_ids"] = counted.places(mask)[:, -length:].to(input_device(bridge.wiring.model))
 
 
 def _check_needed(core: nn.Module, taken: Takes, given: Collection[str]) -> None:
@@ -389,17 +431,7 @@ def _images_or_sound(
 
 
 def _around_blocks(bridge: RunnableBridge) -> Iterator[nn.Module]:
-    """The model's modules but for those inside of its lists of blocks, which are nearly all of them.
-
-    Looked for in each run: a user may exchange an embedding between two, or wrap the model.
-    """
-    lists = {module_path(path).rpartition(".")[0] for path in bridge.block_paths}
-    left_out = {module_at(bridge.original_model, path) for path in lists if path}
-    waiting: list[nn.Module] = [bridge.core]
-    while waiting:
-        yield (module := waiting.pop())
-        inside = [child for child in module._modules.values() if child is not None]
-        waiting += [child for child in reversed(inside) if not (isinstance(child, nn.ModuleList) and child in left_out)]
+    return around_blocks(bridge.original_model, bridge.core, bridge.block_paths)
 
 
 def _places(bridge: RunnableBridge, given: AbstractSet[str]) -> bool:
@@ -409,65 +441,6 @@ def _places(bridge: RunnableBridge, given: AbstractSet[str]) -> bool:
         return False
     find = next((f for module in _around_blocks(bridge) if (f := getattr(module, "get_rope_index", None))), None)
     return find is not None and not further.isdisjoint(inspect.signature(find).parameters)
-
-
-@dataclass(frozen=True)
-class PositionCounting:
-    """How a model counts places.
-
-    Attributes:
-        padding: the position of padding in a model that counts from there on (RoBERTa); else None.
-        first: the position of the first token in a model whose own positions say so (Nyströmformer's begin at 2).
-    """
-
-    padding: int | None = None
-    first: Tensor | None = None
-
-
-def places_of(bridge: RunnableBridge) -> PositionCounting:
-    """How a model counts places, from its embeddings.
-
-    Args:
-        bridge: the bridge.
-    """
-    name = "create_position_ids_from_input_ids"
-    for module in _around_blocks(bridge):
-        index = None if isinstance(module, nn.Embedding) else getattr(module, "padding_idx", None)
-        if index is not None and (hasattr(module, name) or name in inspect.unwrap(type(module).forward).__globals__):
-            return PositionCounting(padding=int(index))
-        own = module._buffers.get("position_ids")
-        if own is not None and own.numel():
-            return PositionCounting(first=own.flatten()[0])
-    return PositionCounting()
-
-
-def _positions(mask: Tensor, bridge: RunnableBridge) -> Tensor | None:
-    """Each token's place among the tokens of its row; None where that is its place in the row.
-
-    What is in the memory of an accelerator is not looked at: that would wait for everything under way there. Padding
-    before the first token is at position 0, and padding behind keeps its place in the row.
-    """
-    if mask.device.type == "cpu" and not ((mask[:, 0] == 0) | (mask[:, 1:] > mask[:, :-1]).any(-1)).any():
-        return None  # there is no padding before a token
-    return places_among_tokens(mask, places_of(bridge))
-
-
-def places_among_tokens(mask: Tensor, counted: PositionCounting) -> Tensor:
-    """Each token's place among the tokens of its row; padding behind keeps its place in the row.
-
-    Args:
-        mask: ``[batch, pos]``, 1 for tokens and 0 for padding.
-        counted: how the model counts them.
-
-    Returns:
-        ``[batch, pos]``.
-    """
-    count = mask.cumsum(-1)
-    if counted.padding is not None:
-        return count * mask + counted.padding
-    own_place = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
-    places = torch.where(mask.bool() | (count == 0), (count - 1).clamp(min=0), own_place)
-    return places if counted.first is None else places + counted.first.to(places.device)
 
 
 def _refuse_padding(bridge: RunnableBridge, mask: Tensor) -> None:
@@ -483,7 +456,7 @@ def _refuse_padding(bridge: RunnableBridge, mask: Tensor) -> None:
         )
 
 
-def _checked_mask(mask: Tensor, kwargs: dict[str, Any], length: int) -> Tensor:
+def _checked_mask(mask: Tensor, kwargs: dict[str, Any], length: int, past: Any) -> Tensor:
     """The mask as whole numbers.
 
     Raises:
@@ -493,7 +466,6 @@ def _checked_mask(mask: Tensor, kwargs: dict[str, Any], length: int) -> Tensor:
     if not isinstance(mask, Tensor):
         raise TypeError(f"attention_mask is {type(mask).__name__}; it must be a tensor [batch, pos]")
     given: Tensor = kwargs["input_ids"] if "input_ids" in kwargs else kwargs["inputs_embeds"]
-    past = kwargs.get("past_key_values")
     wanted = [given.shape[0], length + (past.get_seq_length() if past is not None else 0)]
     if mask.ndim == 4:
         if mask.shape[0] not in (1, wanted[0]) or mask.shape[2] not in (1, length) or mask.shape[3] < wanted[1]:
@@ -508,32 +480,16 @@ def _checked_mask(mask: Tensor, kwargs: dict[str, Any], length: int) -> Tensor:
     return mask.long()
 
 
-def check_zero_or_one(name: str, mask: Tensor) -> None:
-    """Refuses a mask of tokens that holds anything but 0 and 1.
-
-    Whole numbers in the memory of an accelerator are not looked at: that would wait for everything under way there.
-
-    Args:
-        name: of the argument.
-        mask: ``[batch, pos]``.
-
-    Raises:
-        ValueError: it holds something else.
-    """
-    if mask.ndim != 2 or mask.dtype == torch.bool or not (mask.device.type == "cpu" or mask.is_floating_point()):
-        return
-    strange = mask[(mask != 0) & (mask != 1)]
-    if strange.numel():
-        raise ValueError(
-            f"{name} holds {strange[0].item()}; it must be 1 for tokens and 0 for padding, nothing between"
-        )
-
-
 def _decoder_tokens(bridge: RunnableBridge, kwargs: dict[str, Any]) -> Tensor | None:
-    """What the decoder is given: for an encoder-decoder model without decoder input, its start token alone."""
+    """What the decoder is given, as far as it is known: what the model makes itself is left to it.
+
+    One that makes nothing is given its start token alone.
+    """
     if {"labels", "decoder_inputs_embeds", "encoder_outputs"} & set(kwargs) and "decoder_input_ids" not in kwargs:
         return None
     if "decoder_input_ids" not in kwargs:
+        if "input_ids" in kwargs and makes_decoder_tokens(bridge.core):
+            return None
         start = getattr(bridge.core.config, "decoder_start_token_id", None)
         if start is None:
             raise ValueError(f"{bridge.cfg.model_name} names no decoder_start_token_id; pass decoder_input_ids")

@@ -31,10 +31,12 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from adapters.inputs import gives_cache, may_take, takes
+from adapters.config import config_of
+from adapters.imports import is_checkpointed
+from adapters.inputs import gives_cache, looks_for_padding, may_take, takes
 from adapters.points import learns_prompt, token_embedding
 from adapters.spread import refuse_context_parallel
 from bridge.hooks.context import (
@@ -51,6 +53,7 @@ from bridge.hooks.context import (
 from bridge.hooks.hooks import HookPoint, checked_function
 from bridge.hooks.modules import Finder
 from bridge.hooks.names import NamesFilter, named_one_by_one
+from bridge.hooks.rows import last_tokens
 from bridge.run import layer_range
 from bridge.run.inputs import HookSpec, Input, Inputs, Request, RunnableBridge, check_arguments, prepare
 from bridge.run.layer_range import check_layers
@@ -70,7 +73,7 @@ _OURS = (
 def run_model(bridge: RunnableBridge, asked: Request, return_type: str | None, loss_per_token: bool) -> Any:
     """One forward pass: see `TransformerBridge.forward`."""
     model_kwargs = asked.model_kwargs
-    check_arguments(bridge.core, model_kwargs, _OURS)
+    check_arguments(bridge, model_kwargs, _OURS)
     if return_type not in RETURN_TYPES:
         raise ValueError(f"return_type is {return_type!r}; it must be one of {', '.join(map(repr, RETURN_TYPES))}")
     if return_type == "logits_and_cache":
@@ -163,7 +166,7 @@ class PreparedPass:
                 if (
                     told and asked.model_kwargs.get("past_key_values") is None
                 ):  # Whisper's decoder leaves it out with False
-                    asked.model_kwargs.setdefault("use_cache", False)
+                    asked = _without_cache(bridge.core, asked)
             self.inputs = prepare(bridge, asked)
             if listening or "inputs_embeds" in self.inputs.kwargs:
                 run.take_arguments(bridge.core, self.inputs.kwargs)
@@ -193,6 +196,20 @@ class PreparedPass:
         if self._listening or self._start is not None:
             return call_eagerly(model, recomputation_frame, (model, (), self.inputs.kwargs), {})
         return model(**self.inputs.kwargs)
+
+
+def _without_cache(core: nn.Module, asked: Request) -> Request:
+    """A run from a layer on, which keeps no keys and values, such that it sees what a whole run would.
+
+    With a cache transformers looks for no documents in one row, whose positions begin again; without, it does.
+    """
+    config, mask = config_of(core), asked.attention_mask
+    caches = getattr(config, "use_cache", False) and not (core.training and is_checkpointed(core))
+    packs = "position_ids" in asked.model_kwargs and "use_cache" not in asked.model_kwargs
+    if packs and caches and mask is None:
+        assert isinstance(asked.input, Tensor)
+        mask = torch.ones(asked.input.shape[:2], dtype=torch.long, device=asked.input.device)
+    return replace(asked, attention_mask=mask, model_kwargs={"use_cache": False, **asked.model_kwargs})
 
 
 def _check_result(
@@ -255,7 +272,10 @@ def _starting(bridge: RunnableBridge, run: ForwardPass, input: Input | None, sta
     else:
         begins = layer_range.entering(run, blocks[0], input)
     with begins:
-        if may_take(bridge.core, "inputs_embeds"):
+        if looks_for_padding(bridge.core):  # which embeddings do not show
+            pad = bridge.core.config.get_text_config().pad_token_id  # type: ignore[operator]
+            yield torch.full(input.shape[:-1], int(pad == 0), dtype=torch.long, device=input.device)
+        elif may_take(bridge.core, "inputs_embeds"):
             yield layer_range.placeholder(input, token_embedding(bridge.core))
         else:
             yield torch.zeros(input.shape[:-1], dtype=torch.long, device=input.device)
@@ -294,7 +314,7 @@ def _predictions(bridge: RunnableBridge, logits: Tensor, inputs: Inputs) -> str 
     if inputs.mask is None:
         last = torch.full((logits.shape[0],), logits.shape[1] - 1, device=logits.device)
     else:
-        last = inputs.mask.shape[1] - 1 - inputs.mask.flip(-1).argmax(-1)
+        last = last_tokens(inputs.mask)
     best = logits[torch.arange(len(last), device=logits.device), last].argmax(-1)
     texts = [bridge.to_single_str_token(token) for token in best.tolist()]
     return texts[0] if len(texts) == 1 else texts

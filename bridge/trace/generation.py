@@ -111,9 +111,7 @@ class GenerationTrace(InStep):
     @property
     def tokens(self) -> Tensor:
         """The prompt and what followed it, ``[batch, pos]``. Asked for in the block, it lets the generation end."""
-        prompt, sequences = self._prompt, self._made()
-        rows = rows_of(self.bridge, prompt, sequences, self._options.num_return_sequences)
-        return aligned(rows, sequences, prompt)
+        return aligned(self._made(), self._prompt)
 
     @property
     def text(self) -> str | list[str]:
@@ -122,9 +120,7 @@ class GenerationTrace(InStep):
         Raises:
             ValueError: the bridge has no tokenizer.
         """
-        sequences = self._made()
-        rows = rows_of(self.bridge, self._prompt, sequences, self._options.num_return_sequences)
-        return texts_of(self.bridge, rows, self._prompt)
+        return texts_of(self.bridge, rows_of(self._prompt, self._made()), self._prompt)
 
     def _made(self) -> Tensor:
         self._run_to_the_end()

@@ -99,3 +99,29 @@ def test_what_cannot_be_is_refused(bridge: TransformerBridge) -> None:
         direction(bridge, TOKENS, TOKENS, POINT)
     with pytest.raises(ValueError, match="there is no direction between them"):
         direction(bridge, TOKENS[[0] * 8], TOKENS[[0] * 8], POINT)
+
+
+def test_prompts_of_unequal_length_are_read_at_their_own_last_tokens():
+    bridge, point = TransformerBridge.boot_embedded(), "blocks.2.hook_resid_post"
+    texts_of = (
+        ["Mary went to the store", "Mary", "John gave Mary a drink", "Mary and John went", "When Mary went"],
+        ["Tom and James", "Tom went", "The drink", "James went to the store", "Tom"],
+    )
+    generator, means = torch.Generator().manual_seed(0), []
+    for texts in texts_of:
+        chosen = torch.randperm(5, generator=generator)[1:]
+        last = [bridge.run_with_cache(texts[i], names_filter=point)[1][point][0, -1].double() for i in chosen]
+        means.append(torch.stack(last).mean(0))
+    right = torch.nn.functional.normalize(means[0] - means[1], dim=0)
+    batches = [
+        bridge.batch_of(texts, padding_side=side) for texts, side in zip(texts_of, ("left", "right"), strict=True)
+    ]
+    tokens = [batch.tokens for batch in batches]
+    unknown = [batch.tokens.masked_fill(batch.mask == 0, 7) for batch in batches]  # padding that no token tells
+    masks = tuple(batch.mask for batch in batches)
+    for given, more in ((texts_of, {}), (tokens, {}), (unknown, {"attention_mask": masks})):
+        found = direction(bridge, *given, point, held_out=0.2, **more)
+        assert float(found.vector.double() @ right) > 0.9999
+    assert abs(float(direction(bridge, *unknown, point, held_out=0.2).vector.double() @ right)) < 0.99
+    with pytest.raises(ValueError, match="position is 3, and the shortest prompt has 2 tokens"):
+        direction(bridge, *texts_of, point, position=3)

@@ -321,6 +321,7 @@ def test_a_run_that_waits_while_the_last_answer_is_given_keeps_nobody_waiting(br
     Patched: the moment between the two is too short to be met by chance.
     """
     tokens = torch.tensor([[3, 4, 5]])
+    batch.check_batches(bridge)  # which is a batch of its own
     begin, stop, asked = batch._Batch._begin, batch._Batch.stop, threading.Event()
     beside = threading.Thread(target=lambda: bridge.original_model(tokens), daemon=True)
 

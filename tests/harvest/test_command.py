@@ -23,6 +23,16 @@ def test_it_harvests_goes_on_and_checks(tmp_path, capsys):
     (tmp_path / "acts" / "shard-000000.arrow").write_bytes(b"")
     assert main(["harvest", "--check", str(tmp_path / "acts")]) == 1
     assert "shard-000000.arrow: it has 0 bytes" in capsys.readouterr().out
+    assert main(command) == 0
+    assert "; 1 made now" in capsys.readouterr().out
+    data = bytearray((tmp_path / "acts" / "shard-000001.arrow").read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / "acts" / "shard-000001.arrow").write_bytes(data)
+    assert main(command) == 0
+    assert "; 0 made now" in capsys.readouterr().out
+    assert main([*command, "--checksums"]) == 0
+    assert "; 1 made now" in capsys.readouterr().out
+    assert main(["harvest", "--check", str(tmp_path / "acts")]) == 0
 
 
 def test_errors_are_one_line(tmp_path, capsys):

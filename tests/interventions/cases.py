@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bridge.interventions import Add, Cap, Clamp, Mean, ProjectOnto, ProjectOut, Replace, Scale, Set, Zero
+from bridge.interventions import Add, AddScaled, Cap, Clamp, Mean, ProjectOnto, ProjectOut, Replace, Scale, Set, Zero
 
 RESID, Z, PATTERN = "blocks.1.hook_resid_post", "blocks.1.attn.hook_z", "blocks.0.attn.hook_pattern"
 LENGTH = 7
@@ -55,6 +55,9 @@ def cases(d_model: int, n_heads: int) -> dict[str, tuple[str, object, object]]:
     def onto(x):
         x.copy_((x.double() @ vector.double())[..., None] * vector.double() / vector.double().square().sum())
 
+    def add_scaled(x):
+        x += 0.5 * x.norm(dim=-1, keepdim=True) * vector / vector.norm()
+
     def replace(x):
         x[:, :LENGTH] = source
 
@@ -65,6 +68,7 @@ def cases(d_model: int, n_heads: int) -> dict[str, tuple[str, object, object]]:
         "Set": (RESID, Set(vector, positions=-2), set_),
         "Add": (RESID, Add(vector, 2.0), add),
         "Add, some": (RESID, Add(0.5, positions=(0, 3), features=slice(1, 4)), add_some),
+        "AddScaled": (RESID, AddScaled(vector, 0.5), add_scaled),
         "Scale": (Z, Scale(0.5, heads=1), scale),
         "Clamp": (RESID, Clamp(-0.5, 0.25, positions=slice(1, None)), clamp),
         "Zero": (PATTERN, Zero(keys=2, heads=(0, 1)), zero),

@@ -45,7 +45,8 @@ def wanted(bridge, hand):
 
 
 def test_every_operation_has_a_case():
-    assert {type(operation).__name__ for _, operation, _ in cases(32, 4).values()} == set(OPERATIONS)
+    """But for the one that changes nothing: test_conditions.py."""
+    assert {type(operation).__name__ for _, operation, _ in cases(32, 4).values()} == set(OPERATIONS) - {"Probe"}
 
 
 def test_run_hooks_and_added_hooks(case):
@@ -166,4 +167,6 @@ def test_what_a_file_says(case):
     assert said["version"] == 2
     assert said["model"]["kind"] == "LlamaForCausalLM"
     (entry,) = said["interventions"]
-    assert set(entry) == {"point", "operation", *(field.name for field in fields(loaded[0][1]))}
+    assert set(entry) == {"point", "operation", *(field.name for field in fields(loaded[0][1]))} - {
+        "where"
+    }  # it has none

@@ -5,6 +5,7 @@ import types
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from bridge import TransformerBridge, UnknownHookError, act_name
 from bridge import patching as ready
@@ -469,3 +470,33 @@ def test_a_basis_that_mixes_rows_is_run_patch_by_patch(kind, together):
         right = metric(bridge.run_with_hooks(corrupted, fwd_hooks=[(hook.name, patch)]))
         assert float(found[1, feature]) == pytest.approx(float(right), abs=1e-4)
     assert found[1].std() > 1e-3
+
+
+@pytest.mark.parametrize(("labels", "length"), [(1, 5), (3, 3), (5, 5), (2, 6)])
+def test_scores_of_a_classifier_have_no_positions(labels, length):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = LlamaConfig(**sizes, vocab_size=61, num_labels=labels, pad_token_id=0)
+    model = LlamaForSequenceClassification(config).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    bridge = TransformerBridge(model)
+    clean = torch.randint(3, 61, (2, length), generator=generator)
+    corrupted = clean.clone()
+    corrupted[:, 1] = 30
+    with torch.no_grad():
+        _, cache = bridge.run_with_cache(clean)
+        right = torch.zeros(3, length)
+        for layer in range(3):
+            for pos in range(length):
+
+                def put(x, hook, pos=pos):
+                    x[:, pos] = cache[hook.name][:, pos]
+
+                hooks = [(f"blocks.{layer}.hook_resid_pre", put)]
+                right[layer, pos] = bridge.run_with_hooks(corrupted, fwd_hooks=hooks)[:, 0].sum()
+        found = ready.get_act_patch_resid_pre(
+            bridge, corrupted, cache, lambda scores: scores[:, 0].sum(), verbose=False
+        )
+    torch.testing.assert_close(found, right)

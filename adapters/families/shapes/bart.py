@@ -37,16 +37,22 @@ def bart_like(
     factor = config.d_model**0.5 if scales and config.scale_embedding else 1.0
     width = config.decoder_ffn_dim if alone else config.encoder_ffn_dim
     own = None if config.decoder_ffn_dim == width else config.decoder_ffn_dim
+    heads_differ = config.decoder_attention_heads != config.encoder_attention_heads and not alone
     stacks = [
         _stack(
             name, on_stream, _embedding(name, embed_norm, factor), final=final, alone=alone,
             d_mlp=own if name == "decoder" else None,
+            heads=(config.decoder_attention_heads, config.d_model) if heads_differ and name == "decoder" else None,
         )
         for name in names
     ]  # fmt: skip
     if hears:
         stacks[0] = replace(stacks[0], embedding=Embedding())
-    start = {} if alone else {"decoder_start_token_id": getattr(config, "decoder_start_token_id", None)}
+    start = (
+        {"n_heads": config.decoder_attention_heads}
+        if alone
+        else {"decoder_start_token_id": getattr(config, "decoder_start_token_id", None)}
+    )
     return Architecture(
         stacks=tuple(stacks),
         readout=Readout("lm_head", output_transform=Affine(plus=None if alone else "final_logits_bias")),
@@ -63,12 +69,28 @@ def _embedding(name: str, normed: bool, factor: float) -> Embedding:
     return Embedding(tokens, times(factor), added=tables(positions), norm=norm, module=module)
 
 
-def _stack(name: str, on_stream: bool, embedding: Embedding, *, final: bool, alone: bool, d_mlp: int | None) -> Stack:
-    """The encoder, or the decoder, which attends to it where it does not stand `alone`."""
-    q, k, v = (Projection(f"{letter}_proj") for letter in "qkv")
-    parts: list[tuple[Attention | MLP, str]] = [(Attention("self_attn", q, k, v, o="out_proj"), "self_attn_layer_norm")]
+def _stack(
+    name: str,
+    on_stream: bool,
+    embedding: Embedding,
+    *,
+    final: bool,
+    alone: bool,
+    d_mlp: int | None,
+    heads: tuple[int, int] | None,
+) -> Stack:
+    """The encoder, or the decoder, which attends to it where it does not stand `alone`.
+
+    `heads`, where a decoder has another number of them than its encoder: how many, and the width of all together.
+    """
+    width = None if heads is None else heads[1] // heads[0]
+    q, k, v = (Projection(f"{letter}_proj", width=width) for letter in "qkv")
+    attends = Attention("self_attn", q, k, v, o="out_proj")
+    if heads is not None:
+        attends = replace(attends, config_values={"n_heads": heads[0], "n_key_value_heads": heads[0]})
+    parts: list[tuple[Attention | MLP, str]] = [(attends, "self_attn_layer_norm")]
     if name == "decoder" and not alone:
-        parts.append((Attention("encoder_attn", q, k, v, o="out_proj", cross=True), "encoder_attn_layer_norm"))
+        parts.append((replace(attends, path="encoder_attn", cross=True), "encoder_attn_layer_norm"))
     parts.append((MLP("", up=Projection("fc1", width=d_mlp), down="fc2"), "final_layer_norm"))
     norms = [Norm(path, LAYER_NORM) for _, path in parts]
     outs = [None if part.path else "fc2" for part, _ in parts]

@@ -1,0 +1,226 @@
+"""Requests of one batch: hostile ones beside healthy ones, which are what they are alone; models that are refused."""
+
+import threading
+
+import pytest
+import torch
+from transformers import BloomConfig, BloomForCausalLM, GPTJConfig, GPTJForCausalLM, MambaConfig, MambaForCausalLM
+
+from bridge import TransformerBridge
+from bridge.generation import batch
+from bridge.interventions import Add, Probe, Scale, Set
+from tests.conftest import tiny
+from tests.tiny_models import tiny_model
+
+GREEDY = {"do_sample": False, "verbose": False, "stop_at_eos": False}
+NEW = 5
+RESID = "blocks.1.hook_resid_post"
+
+
+def raising(error, at):
+    def breaks(x, hook, calls=[]):  # noqa: B006
+        calls.append(1)
+        if len(calls) > at:
+            raise error("mine")
+
+    return breaks
+
+
+def hostile(bridge, drawn):
+    """A set of edits that fails, and what its error says; None: it may as well go well."""
+    step, width = int(torch.randint(0, 3, (), generator=drawn)), 32
+    probe = Probe(torch.arange(32.0).sin(), "p")
+    kinds = [
+        ([(RESID, Scale(float("nan"), from_step=step))], "is not finite"),
+        ([(RESID, Add(torch.full((width,), 1e20)))], "is not finite"),
+        ([("blocks.0.attn.hook_rot_k", lambda x, hook: x / 0)], "is not finite"),
+        ([("blocks.0.attn.hook_v", Set(float("inf")))], "is not finite"),
+        ([("blocks.1.attn.hook_pattern", Set(float("nan")))], "is not finite"),
+        ([("blocks.1.attn.hook_attn_scores", Set(float("nan")))], "is not finite"),
+        ([("unembed.hook_out", Scale(float("nan")))], "is not finite"),
+        ([("ln_final.hook_scale", Set(0.0))], "is not finite"),
+        ([(RESID, lambda x, hook: x[:, :1, :3])], "returned shape"),
+        ([(RESID, lambda x, hook: "no tensor")], "returned"),
+        ([(RESID, raising(ZeroDivisionError, step))], "mine"),
+        ([(RESID, raising(KeyboardInterrupt, step))], "mine"),
+        ([(RESID, raising(SystemExit, step))], "mine"),
+        ([(RESID, raising(StopIteration, step))], "mine"),
+        ([(RESID, Scale(1.0, positions=30))], "there are"),
+        ([(RESID, Add(1.0, where=Probe(torch.ones(width), "never") > 0.0))], "it has read nothing"),
+        # Legal each alone, in the same run not: one changes the norm, one what heads read through it.
+        ([("blocks.1.ln1.hook_normalized", Scale(0.5))], None),
+        ([("blocks.1.hook_q_input", Scale(0.5))], None),
+        ([("blocks.1.hook_attn_in", lambda x, hook: x * 0.5)], None),
+        ([("blocks.1.attn.hook_result", Scale(0.5, heads=1))], None),
+        ([("blocks.0.hook_resid_post", probe), (RESID, Scale(0.5, where=probe > 0.0))], None),
+    ]  # fmt: skip
+    kinds = [(edits, said) for edits, said in kinds if all(name in bridge.hook_dict for name, _ in edits)]
+    return kinds[int(torch.randint(0, len(kinds), (), generator=drawn))]
+
+
+def alone(bridge, prompt, edits):
+    with bridge.hooks(fwd_hooks=edits):
+        return bridge.generate(torch.tensor([prompt]), NEW, **GREEDY)[0, len(prompt) :].tolist()
+
+
+def compare_one(bridge, seed):
+    """A random batch: what of it is wrong."""
+    drawn = torch.Generator().manual_seed(seed)
+    count = int(torch.randint(2, 7, (), generator=drawn))
+    prompts = [
+        torch.randint(3, 60, (int(torch.randint(1, 13, (), generator=drawn)),), generator=drawn).tolist()
+        for _ in range(count)
+    ]
+    bad = torch.rand(count, generator=drawn) < 0.4
+    each, said = zip(*[hostile(bridge, drawn) if bad[i] else ([], None) for i in range(count)], strict=True)
+    found = {answer.index: answer for answer in bridge.generate_batch(prompts, NEW, each=each, **GREEDY)}
+    assert sorted(found) == list(range(count)), seed
+    for i, answer in found.items():
+        if said[i] is not None:
+            assert answer.error is not None and said[i] in str(answer.error), (seed, i, said[i], answer)
+            assert not len(answer.tokens)
+        else:
+            assert answer.error is None, (seed, i, answer.error)
+            assert answer.tokens.tolist() == alone(bridge, prompts[i], each[i]), (seed, i, each[i])
+    assert not bridge.wiring.listening
+
+
+FAMILIES = ["llama", "gpt2", "mixtral", "gemma2", "gpt_neox", "qwen3"]
+
+
+def compare(family, count):
+    bridge = TransformerBridge(tiny_model(family))
+    before = bridge.core.config._attn_implementation
+    for seed in range(count):
+        compare_one(bridge, seed)
+    assert bridge.core.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_healthy_requests_beside_hostile_ones(family):
+    compare(family, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_healthy_requests_beside_many_hostile_ones(family):
+    compare(family, 2000)
+
+
+def test_an_end_for_no_number_names_the_point_and_the_step():
+    bridge = TransformerBridge(tiny("llama"))
+    prompts, each = [[5, 6, 7], [8, 9], [10, 11, 12]], [[], [(RESID, Scale(float("nan"), from_step=2))], []]
+    found = sorted(bridge.generate_batch(prompts, NEW, each=each, **GREEDY), key=lambda answer: answer.index)
+    assert f"{RESID} at step 2 of request 1 is not finite" in str(found[1].error)
+    without = sorted(
+        bridge.generate_batch(prompts, NEW, each=each, output_logits=True, **GREEDY), key=lambda a: a.index
+    )
+    healthy = sorted(bridge.generate_batch(prompts, NEW, output_logits=True, **GREEDY), key=lambda a: a.index)
+    for i in (0, 2):
+        assert torch.equal(without[i].logits, healthy[i].logits)  # as if it had not been there
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (
+            MambaForCausalLM(MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=61)),
+            r"MambaForCausalLM \(Mamba",
+        ),
+        (BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=61)), r"\(BloomAttention\)"),
+        (
+            GPTJForCausalLM(GPTJConfig(n_embd=32, n_layer=2, n_head=4, rotary_dim=4, vocab_size=61)),
+            r"\(GPTJAttention\)",
+        ),
+    ],
+)
+def test_what_the_engine_cannot_batch_is_refused_by_name(model, said):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.15 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+    bridge = TransformerBridge(model.eval())
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"generate_batch cannot be had of .*{said}.*bridge.generate continues"):
+            bridge.generate_batch([[5, 6, 7], [8, 9]], NEW, **GREEDY)
+    assert bridge.core.config._attn_implementation in ("sdpa", "eager")
+    assert bridge.generate(torch.tensor([[5, 6, 7]]), NEW, **GREEDY).shape == (1, 8)
+
+
+@pytest.mark.filterwarnings("ignore:Passing `repetition_penalty`")
+def test_a_proof_is_made_once_and_asks_nothing_of_the_users_configuration(monkeypatch):
+    bridge, made = TransformerBridge(tiny("llama")), []
+    monkeypatch.setattr(batch, "_why_not", lambda bridge, why=batch._why_not: made.append(1) or why(bridge))
+    bridge.core.generation_config.repetition_penalty = 1.3
+    with pytest.raises(ValueError, match="RepetitionPenaltyLogitsProcessor cannot be had"):
+        bridge.generate_batch([[5, 6]], NEW, **GREEDY)
+    bridge.core.generation_config.repetition_penalty = None
+    for _ in range(2):
+        assert all(answer.error is None for answer in bridge.generate_batch([[5, 6]], NEW, **GREEDY))
+    assert made == [1]
+
+
+def test_padding_is_told_or_refused():
+    bridge = TransformerBridge.boot_embedded()
+    texts = ["When Mary and John went to the store, John gave a drink to", "Mary and"]
+    padded = bridge.batch_of(texts)
+
+    def answers(prompts, **more):
+        return [a.text for a in sorted(bridge.generate_batch(prompts, NEW, **more, **GREEDY), key=lambda a: a.index)]
+
+    with pytest.raises(ValueError, match="nothing says whether it is padding"):
+        answers(padded.tokens)
+    assert answers(padded.tokens, attention_mask=padded.mask) == answers(texts)
+    for mask, said in ((padded.mask[:, 1:], "has shape"), (padded.mask * 2, "holds 2")):
+        with pytest.raises(ValueError, match=said):
+            answers(padded.tokens, attention_mask=mask)
+
+
+def test_one_batch_at_a_time_and_one_that_nobody_goes_through_gives_the_model_back():
+    bridge = TransformerBridge(tiny("llama"))
+    prompts = [[5, 6, 7], [8, 9]]
+    left = bridge.generate_batch(prompts, NEW, **GREEDY)
+    with pytest.raises(ValueError, match="a batch of requests is under way on this model"):
+        bridge.generate_batch(prompts, NEW, **GREEDY)
+    found = []
+    beside = threading.Thread(target=lambda: found.extend(bridge.generate_batch(prompts, NEW, **GREEDY)))
+    beside.start()
+    beside.join(0.5)
+    assert beside.is_alive()  # it waits
+    del left
+    beside.join(60)
+    assert len(found) == 2 and all(answer.error is None for answer in found)
+    assert bridge.core.config._attn_implementation == "sdpa"
+
+
+def test_batches_beside_threads_of_runs():
+    bridge, tokens = TransformerBridge(tiny("llama")), torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        right = bridge(tokens)
+    wrong, ends = [], threading.Event()
+
+    def runs():
+        while not ends.is_set():
+            try:
+                with torch.no_grad():
+                    edited = bridge.run_with_hooks(tokens, fwd_hooks=[(RESID, Scale(0.5))])
+                    if not torch.equal(bridge(tokens), right) or torch.equal(edited, right):
+                        wrong.append("another result")
+            except Exception as error:  # noqa: BLE001
+                wrong.append(error)
+
+    threads = [threading.Thread(target=runs) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        prompts, each = [[5, 6, 7], [8, 9]], [[], [(RESID, Scale(0.5))]]
+        expected = None
+        for _ in range(10):
+            found = sorted(bridge.generate_batch(prompts, NEW, each=each, **GREEDY), key=lambda answer: answer.index)
+            tokens_of = [answer.tokens.tolist() for answer in found]
+            expected = expected or tokens_of
+            assert tokens_of == expected and all(answer.error is None for answer in found)
+    finally:
+        ends.set()
+        for thread in threads:
+            thread.join()
+    assert not wrong, wrong[:3]

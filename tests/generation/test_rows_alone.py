@@ -1,0 +1,213 @@
+"""Rows of unequal length: each is what it is alone, whichever side is padded, with beams, sampling and caches."""
+
+import pytest
+import torch
+import transformers
+from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+from bridge import TransformerBridge
+from bridge.interventions import Add, Interventions, Scale, Zero
+from tests.conftest import tiny
+from tests.tiny_models import tiny_model
+
+GREEDY = {"do_sample": False, "verbose": False, "return_type": "tokens", "stop_at_eos": False}
+TWO = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+BART = {
+    "d_model": 32, **TWO, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64,
+    "decoder_start_token_id": 2, "forced_eos_token_id": None, "vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+ENCODERS_DECODERS = {
+    "BartForConditionalGeneration": ("BartConfig", {}),
+    "MBartForConditionalGeneration": ("MBartConfig", {}),
+    "MarianMTModel": ("MarianConfig", {}),
+    "PegasusForConditionalGeneration": ("PegasusConfig", {}),
+    "BlenderbotForConditionalGeneration": ("BlenderbotConfig", {}),
+    "M2M100ForConditionalGeneration": ("M2M100Config", {}),
+}
+DECODERS = ["gpt2", "llama", "mixtral", "gemma2"]
+LENGTHS = (8, 5, 3)
+
+
+def shaken(model, by=0.2):
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += torch.randn(parameter.shape, generator=generator) * by
+    return model.float().eval()
+
+
+def made(family):
+    if family == "t5":
+        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+        config = transformers.T5Config(**sizes, vocab_size=64, pad_token_id=0, eos_token_id=2)
+        return shaken(transformers.T5ForConditionalGeneration(config))
+    if family in DECODERS:
+        return tiny_model(family)
+    config, more = ENCODERS_DECODERS[family]
+    return shaken(getattr(transformers, family)(getattr(transformers, config)(**BART, **more)))
+
+
+def padded(side, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, 60, (3, LENGTHS[0]), generator=generator)
+    mask = torch.zeros_like(tokens)
+    rows = []
+    for i, length in enumerate(LENGTHS):
+        where = slice(8 - length, None) if side == "left" else slice(0, length)
+        mask[i, where] = 1
+        rows.append(tokens[i : i + 1, where].clone())
+    return tokens.masked_fill(mask == 0, 0), mask, rows
+
+
+def new_of(bridge, out, length):
+    """What a generation adds: all of a decoder's own tokens, or what stands behind the prompt."""
+    return out if bridge.core.config.is_encoder_decoder else out[..., length:]
+
+
+def compare(family, seeds):
+    bridge = TransformerBridge(made(family))
+    v = torch.randn(32, generator=torch.Generator().manual_seed(5))
+    name = "decoder.1.hook_resid_post" if bridge.core.config.is_encoder_decoder else "blocks.1.hook_resid_post"
+    first = name if not bridge.core.config.is_encoder_decoder else "encoder.1.hook_resid_post"
+    ways = [{}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}, {"use_past_kv_cache": False}]
+    edits = [[], [(first, Add(3 * v, positions=-1))], [(first, Add(3 * v, positions=0))], [(name, Scale(0.5))]]
+    for seed in range(seeds):
+        side, way, edit = ("left", "right")[seed % 2], ways[seed // 2 % 4], edits[seed // 3 % 4]
+        tokens, mask, rows = padded(side, seed)
+        with bridge.hooks(fwd_hooks=Interventions(edit, bridge)):
+            together = bridge.generate(tokens, 5, attention_mask=mask, padding_side="left", **way, **GREEDY)
+            alone = [bridge.generate(row, 5, **way, **GREEDY) for row in rows]
+        copies = len(together) // 3
+        for i, row in enumerate(rows):
+            got = new_of(bridge, together[i * copies : (i + 1) * copies], tokens.shape[1])
+            assert torch.equal(got, new_of(bridge, alone[i], row.shape[1])), (family, seed, side, way, edit, i)
+
+
+FAMILIES = [*ENCODERS_DECODERS, "t5", *DECODERS]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_row_is_continued_as_it_would_be_alone(family):
+    compare(family, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_many_rows_are_continued_as_they_would_be_alone(family):
+    compare(family, 500)
+
+
+@pytest.mark.parametrize("family", [*ENCODERS_DECODERS, "t5"])
+def test_an_encoder_decoder_says_what_hugging_face_says(family):
+    bridge = TransformerBridge(made(family))
+    tokens, mask, _ = padded("right")
+    for way in ({}, {"num_beams": 3}):
+        own = bridge.original_model.generate(
+            tokens, attention_mask=mask, max_new_tokens=5, do_sample=False, eos_token_id=None, **way
+        )
+        assert torch.equal(bridge.generate(tokens, 5, attention_mask=mask, **way, **GREEDY), own)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", ["t5", "BartForConditionalGeneration", "llama"])
+def test_a_cache_has_each_token_where_it_was_given(family, side):
+    bridge = TransformerBridge(made(family))
+    tokens, mask, rows = padded(side)
+    out, cache = bridge.generate(tokens, 4, attention_mask=mask, return_cache=True, **GREEDY)
+    both = bridge.core.config.is_encoder_decoder
+    for i, row in enumerate(rows):
+        real = mask[i].bool()
+        if both:
+            _, run = bridge.run_with_cache(row, decoder_input_ids=out[i : i + 1, :-1])
+            pairs = [(f"decoder.0.{part}", slice(None)) for part in ("attn.hook_z", "cross_attn.hook_z")]
+            pairs += [(f"encoder.1.{part}", real) for part in ("hook_resid_post", "attn.hook_q")]
+            pattern = cache["encoder.0.attn.hook_pattern"][i][:, real][:, :, real]
+            expected = run["encoder.0.attn.hook_pattern"][0]
+        else:
+            whole = new_of(bridge, out, 8)[i] if side == "left" else out[i, row.shape[1] : row.shape[1] + 4]
+            _, run = bridge.run_with_cache(torch.cat([row[0], whole])[None, :-1])
+            at = torch.arange(11)
+            real = (at >= 8 - row.shape[1]) if side == "left" else (at < row.shape[1] + 3)
+            pairs = [("blocks.1.hook_resid_post", real), ("blocks.0.attn.hook_k", real)]
+            pattern = cache["blocks.0.attn.hook_pattern"][i][:, real][:, :, real]
+            expected = run["blocks.0.attn.hook_pattern"][0]
+        torch.testing.assert_close(pattern, expected, rtol=1e-3, atol=1e-4)
+        for name, where in pairs:
+            torch.testing.assert_close(cache[name][i][where], run[name][0], rtol=1e-3, atol=1e-4)
+
+
+def test_what_goes_along_the_tokens_moves_with_them():
+    bridge = TransformerBridge(tiny("gpt2"))
+    tokens, mask, rows = padded("right")
+    types = torch.randint(3, 60, tokens.shape, generator=torch.Generator().manual_seed(9))
+    together = bridge.generate(tokens, 4, attention_mask=mask, token_type_ids=types, padding_side="left", **GREEDY)
+    for i, row in enumerate(rows):
+        alone = bridge.generate(row, 4, token_type_ids=types[i : i + 1, : row.shape[1]], **GREEDY)
+        assert torch.equal(together[i, 8:], alone[0, row.shape[1] :])
+    embeddings = bridge.core.get_input_embeddings()(tokens)
+    made = bridge.generate(embeddings, 4, attention_mask=mask, **GREEDY)
+    for i, row in enumerate(rows):
+        assert torch.equal(made[i], bridge.generate(row, 4, **GREEDY)[0, row.shape[1] :])
+    with pytest.raises(ValueError, match="mine has the shape of the tokens: whether it goes along them is not known"):
+        bridge.hf_generate(tokens, attention_mask=mask, mine=types)
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_rows_are_those_that_were_given(kind):
+    bridge = TransformerBridge(made(kind))
+    both = bridge.core.config.is_encoder_decoder
+    name = "decoder.1.hook_resid_post" if both else "blocks.1.hook_resid_post"
+    tokens = padded("left")[0][:, 5:]
+    vectors = torch.randn(3, 1, 32, generator=torch.Generator().manual_seed(1)) * 3
+    for way in ({"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 2}):
+        for op, one in ((Add(vectors[1, 0], rows=[1]), lambda i: Add(float(i == 1) * vectors[1, 0])),
+                        (Add(vectors), lambda i: Add(vectors[i, 0]))):  # fmt: skip
+            with bridge.hooks(fwd_hooks=[(name, op)]):
+                together = bridge.generate(tokens, 4, **way, **GREEDY)
+            alone = []
+            for i in range(3):
+                with bridge.hooks(fwd_hooks=[(name, one(i))]):
+                    alone.append(bridge.generate(tokens[i : i + 1], 4, **way, **GREEDY))
+            assert torch.equal(together, torch.cat(alone))
+
+
+def test_keys_of_cross_attention_are_edited_under_beams():
+    bridge = TransformerBridge(made("t5"))
+    tokens, mask, rows = padded("right")
+    for pair in (
+        ("decoder.1.cross_attn.hook_pattern", Scale(0.3, keys=-1)),
+        ("decoder.1.cross_attn.hook_k", Zero(positions=-1)),
+    ):
+        with bridge.hooks(fwd_hooks=[pair]):
+            together = bridge.generate(tokens, 4, attention_mask=mask, num_beams=2, **GREEDY)
+            assert torch.equal(together, torch.cat([bridge.generate(row, 4, num_beams=2, **GREEDY) for row in rows]))
+
+
+def sound():
+    config = Wav2Vec2Config(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, conv_dim=[16] * 7,
+        num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=2, vocab_size=40, feat_extract_norm="layer",
+        do_stable_layer_norm=True,
+    )  # fmt: skip
+    return shaken(Wav2Vec2ForCTC(config), 0.1)
+
+
+def test_positions_of_padded_sound_are_counted_in_its_frames():
+    bridge, name = TransformerBridge(sound()), "blocks.1.hook_resid_pre"
+    x = torch.randn(2, 6000, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, 6000, dtype=torch.long)
+    mask[1, 4000:], x[1, 4000:] = 0, 0
+    frames = [int(bridge.core._get_feat_extract_output_lengths(torch.tensor(n))) for n in (6000, 4000)]
+    given = {"input_values": x, "attention_mask": mask, "names_filter": name}
+    _, plain = bridge.run_with_cache(**given)
+    for position in (-1, 0):
+        with bridge.hooks(fwd_hooks=[(name, Add(torch.ones(32), positions=position))]):
+            _, edited = bridge.run_with_cache(**given)
+        for i, n in enumerate(frames):
+            found = (edited[name] - plain[name]).abs().amax(-1)[i].nonzero().flatten().tolist()
+            assert found == [position % n]
+    holes = mask.clone()
+    holes[0, :100] = 0
+    with bridge.hooks(fwd_hooks=[(name, Add(1.0, positions=-1))]), pytest.raises(ValueError, match="positions are not"):
+        bridge.run_with_cache(**{**given, "attention_mask": holes})
