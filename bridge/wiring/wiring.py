@@ -1,5 +1,4 @@
-"""`Wiring`: where hook points meet torch. One torch hook for each site that somebody listens to, and none for the
-others.
+"""`Wiring`: where hook points meet torch, with one torch hook for each site that somebody listens to.
 
 What comes in are listeners at hook points, and what their adapter declares of these: the site, a path into the model,
 and what to read there. What goes out is a model with exactly the torch hooks that those listeners need, and, when
