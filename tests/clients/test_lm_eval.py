@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: a model with interventions is given to it as any model of Hugging Face, inside `bridge.hooks`."""
+"""lm-evaluation-harness takes the model of a bridge, as any of Hugging Face; inside `bridge.hooks` it has interventions."""
 
 import json
 
