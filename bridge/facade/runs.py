@@ -149,6 +149,7 @@ class RunMethods(HookMethods, TokenMethods):
             if incl_bwd:
                 recorder.backward(output)
         cache = cache_of_run(recorder.finish(named_one_by_one(names_filter)), self)
+        cache.mixes_adapters = forward_kwargs.get("adapter_names") is not None
         if remove_batch_dim:
             cache.remove_batch_dim()
         if not reset_hooks_end:

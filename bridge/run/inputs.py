@@ -193,7 +193,7 @@ _OUTPUTS = {
 }
 
 
-def _added_around(model: nn.Module) -> AbstractSet[str]:
+def added_around(model: nn.Module) -> AbstractSet[str]:
     """The arguments of what is wrapped around a model: of PEFT, which adapter each row has."""
     mixes = hasattr(model, "get_base_model") and not learns_prompt(model)
     return {"adapter_names"} if mixes else frozenset()
@@ -208,7 +208,7 @@ def check_arguments(bridge: RunnableBridge, given: dict[str, Any], ours: Sequenc
     if not given:
         return
     model = bridge.core
-    known = accepted_by(model) | _added_around(bridge.original_model)
+    known = accepted_by(model) | added_around(bridge.original_model)
     for name in given:
         if name in NAMES:
             raise TypeError(f"{name} is the input itself, and an input is given: pass one of them")
