@@ -5,6 +5,7 @@ import torch
 
 from bridge import TransformerBridge
 from bridge.interventions import Add, Scale, Zero
+from bridge.patching import get_act_patch_resid_pre
 from tests.tiny_models import tiny_model
 
 peft = pytest.importorskip("peft")
@@ -81,3 +82,27 @@ def test_each_row_is_continued_with_its_own_adapter(mixed, way):
     with bridge.hooks(fwd_hooks=[("blocks.1.attn.hook_result", Scale(0.3, heads=2))]):
         together = bridge.generate(tokens, adapter_names=NAMES, **given)
         assert torch.equal(together, alone(bridge, tokens, lambda row: bridge.generate(row, **given)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("together", ["auto", 3])
+def test_studies_are_of_each_rows_own_adapter(mixed, together):
+    bridge, tokens = mixed
+    logits, cache = bridge.run_with_cache(tokens, adapter_names=NAMES)
+    torch.testing.assert_close(bridge.lens(tokens, adapter_names=NAMES).stack()[-1], logits)
+    corrupted = (tokens + 7) % 50 + 3
+
+    def metric(logits):
+        return (logits[:, -1, 7] - logits[:, -1, 9]).mean()
+
+    options = {"verbose": False, "patches_per_run": together, "adapter_names": NAMES}
+    found = get_act_patch_resid_pre(bridge, corrupted, cache, metric, **options)
+    for layer, pos in ((0, 0), (0, 5), (1, 2), (1, 5)):
+
+        def put(x, hook):
+            x[:, pos] = cache[hook.name][:, pos]  # noqa: B023
+            return x
+
+        hooks = [(f"blocks.{layer}.hook_resid_pre", put)]
+        expected = metric(bridge.run_with_hooks(corrupted, fwd_hooks=hooks, adapter_names=NAMES))
+        torch.testing.assert_close(found[layer, pos], expected)
