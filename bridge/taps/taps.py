@@ -273,7 +273,7 @@ class CallWatch(Watch):
 Instead = Callable[[Callable[..., Any], str, Args, Kwargs], Any]
 
 
-#: Held while a function is patched or restored.
+#: Held while a function is patched or restored, and while a tap comes or goes: bridges share them.
 LOCK = threading.RLock()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -98,7 +99,7 @@ class SiteHook(SiteHandler, SourceSite, NotCopied):
         self.readers: tuple[HookPoint, ...] = ()
         self._find = find
         self.attached_to: nn.Module | None = None
-        self._last_writer = -1
+        self._last_writer: HookPoint | None = None
 
     def left_in_copy(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return SiteHook, (self.site,)
@@ -126,10 +127,8 @@ class SiteHook(SiteHandler, SourceSite, NotCopied):
     def discard(self, point: HookPoint) -> None:
         """The reverse of `add`."""
         self.points = tuple([p for p in self.points if p is not point])
-        if self.points:
-            self.listeners_changed()
-        else:
-            self._last_writer = -1
+        self.listeners_changed()
+        if not self.points:
             self.update()
 
     def watch(self, by: int) -> None:
@@ -158,10 +157,12 @@ class SiteHook(SiteHandler, SourceSite, NotCopied):
 
     def listeners_changed(self) -> None:
         """Works out which points come before one that writes to the tensor in place: they keep copies."""
-        self._last_writer = -1
-        for index, point in enumerate(self.points):
-            if point.view.writes_through and any(listener.kind != "read" for listener in point.listeners):
-                self._last_writer = index
+        writers = [
+            point
+            for point in self.points
+            if point.view.writes_through and any(listener.kind != "read" for listener in point.listeners)
+        ]
+        self._last_writer = writers[-1] if writers else None  # at once: runs of other threads ask at every moment
 
     def see(self, x: Tensor, module: nn.Module, args: Args, kwargs: Kwargs) -> Tensor:
         """Runs the points in turn, and keeps the tensor for those who need it elsewhere."""
@@ -195,7 +196,8 @@ class SiteHook(SiteHandler, SourceSite, NotCopied):
                 call.sources = point.sources_in(run)
             elif call is _NO_CALL and point.view.contextual:
                 call = Call(module, args, kwargs)
-            x = point.apply(x, call, index < self._last_writer)
+            writer = self._last_writer
+            x = point.apply(x, call, writer is not None and point.order < writer.order)
             if self.points is not points:  # a trace that was shown this one has asked for another
                 points = self.points
                 index = sum(other.order <= point.order for other in points) - 1
@@ -387,7 +389,7 @@ class CallCounter(NotCopied):
         self.modules: dict[str, Finder] = {}
         self._core: Finder | None = None
         self._handles: list[RemovableHandle] = []
-        self._users = 0
+        self._users, self._lock = 0, threading.Lock()
 
     def add(self, root: nn.Module, paths: Iterable[str]) -> None:
         """Takes in the modules at paths that mean one of a module's calls."""
@@ -398,15 +400,16 @@ class CallCounter(NotCopied):
 
     def change(self, by: int) -> None:
         """One more (or less) who needs to know."""
-        before, self._users = self._users, self._users + by
-        if not before and self._users:
-            assert self._core is not None
-            self._handles.append(self._core.module.register_forward_pre_hook(self.restart, prepend=True))
-            for finder in self.modules.values():
-                self._handles.append(finder.module.register_forward_pre_hook(self.count, prepend=True))
-        elif before and not self._users:
-            while self._handles:
-                self._handles.pop().remove()
+        assert self._core is not None
+        with self._lock:
+            before, self._users = self._users, self._users + by
+            if not before and self._users:
+                self._handles.append(self._core.module.register_forward_pre_hook(self.restart, prepend=True))
+                for finder in self.modules.values():
+                    self._handles.append(finder.module.register_forward_pre_hook(self.count, prepend=True))
+            elif before and not self._users:
+                while self._handles:
+                    self._handles.pop().remove()
 
     @contextmanager
     def counted(self) -> Iterator[None]:
