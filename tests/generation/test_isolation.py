@@ -87,7 +87,10 @@ def compare_one(bridge, seed):
     assert not bridge.wiring.listening
 
 
-FAMILIES = ["llama", "gpt2", "mixtral", "gemma2", "gpt_neox", "qwen3"]
+FAMILIES = [
+    "llama", "gpt2", "mixtral", "gemma2", "gpt_neox", "qwen3",
+    "gemma3_text", "qwen2", "mistral", "phi3", "olmo2", "cohere",
+]  # fmt: skip
 
 
 def compare(family, count):
