@@ -156,7 +156,7 @@ def prompts_with(bridge: RunnableBridge, prompts: Prompts | Input, more: Mapping
         >>> from bridge.run.inputs import prompts_with
         >>> bridge = TransformerBridge.boot_embedded()
         >>> prompts_with(bridge, bridge.to_tokens("Mary and")[0], {"attention_mask": None})
-        {'input_ids': tensor([[ 0, 41, 25]])}
+        {'input_ids': tensor([[  1, 505, 388]])}
     """
     further = {name: value for name, value in more.items() if value is not None and name != "attention_mask"}
     input, mask, given = unpacked(prompts, more.get("attention_mask"), further)
