@@ -149,6 +149,7 @@ def test_many_rows_with_images_are_continued_as_they_would_be_alone(family):
 def compare_heard(seeds):
     """What a decoder writes of what an encoder hears: nothing is padded."""
     bridge = TransformerBridge(tiny_model("whisper", "speech"))
+    bridge.core.generation_config.suppress_tokens = [0]  # transformers ends in an error where padding is all it writes
     v = torch.randn(32, generator=torch.Generator().manual_seed(5))
     ways = [{}, {"num_beams": 3}, {"use_past_kv_cache": False}]
     edits = [
