@@ -170,7 +170,7 @@ class Tap(InForwardsPlace):
         raise NotImplementedError
 
 
-def noop_hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
+def noop_hook(module: nn.Module, args: tuple[object, ...], *rest: object) -> None:
     """A torch hook that does nothing: a module that has one takes notice of others that come while it runs."""
 
 

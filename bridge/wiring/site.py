@@ -57,16 +57,17 @@ class SiteHandler:
         new = self.see(x, module, args, kwargs)
         return None if new is x else with_argument(args, kwargs, place, new)
 
-    def on_output(self, module: nn.Module, args: Args, output: Any) -> Any:
-        """The forward hook."""
+    def on_output(self, module: nn.Module, args: Args, *rest: Any) -> Any:
+        """The forward hook: given `kwargs`, unless they are missing as above, and the output."""
         if not self.is_this_call(module):
             return None
+        output, kwargs = rest[-1], rest[0] if len(rest) > 1 else {}
         if isinstance(output, Tensor):
-            new = self.see(output, module, args, {})
+            new = self.see(output, module, args, kwargs)
             return None if new is output else new
         place = int(self.site.key or 0)
         x = element_of(output, place)
-        new = self.see(x, module, args, {})
+        new = self.see(x, module, args, kwargs)
         return None if new is x else with_element(output, place, new)
 
 
@@ -280,7 +281,7 @@ class OwnedHook(NamedTuple):
     Attributes:
         owner: the identity of who adds it.
         hook: the hook.
-        before: it is a forward pre-hook, which is given keyword arguments too.
+        before: it is a forward pre-hook.
     """
 
     owner: int
@@ -289,18 +290,16 @@ class OwnedHook(NamedTuple):
 
 
 def add_all(modules: Iterable[nn.Module], hooks: Iterable[OwnedHook]) -> None:
-    """Adds a hook to each of several modules.
+    """Adds a hook, which is given keyword arguments too, to each of several modules.
 
     Args:
         modules: the modules.
         hooks: for each module, its hook.
     """
     for module, (owner, hook, before) in zip(modules, hooks, strict=True):
-        if before:
-            module._forward_pre_hooks_with_kwargs[owner] = True
-            module._forward_pre_hooks[owner] = hook
-        else:
-            module._forward_hooks[owner] = hook
+        told = module._forward_pre_hooks_with_kwargs if before else module._forward_hooks_with_kwargs
+        told[owner] = True
+        (module._forward_pre_hooks if before else module._forward_hooks)[owner] = hook
 
 
 def remove_all(modules: Iterable[nn.Module], hooks: Iterable[OwnedHook]) -> None:
@@ -310,11 +309,8 @@ def remove_all(modules: Iterable[nn.Module], hooks: Iterable[OwnedHook]) -> None
         modules, hooks: as for `add_all`.
     """
     for module, (owner, _, before) in zip(modules, hooks, strict=True):
-        if before:
-            module._forward_pre_hooks.pop(owner, None)
-            module._forward_pre_hooks_with_kwargs.pop(owner, None)
-        else:
-            module._forward_hooks.pop(owner, None)
+        (module._forward_pre_hooks if before else module._forward_hooks).pop(owner, None)
+        (module._forward_pre_hooks_with_kwargs if before else module._forward_hooks_with_kwargs).pop(owner, None)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
