@@ -123,7 +123,8 @@ class Engine:
         place = _place(name, [list(self._hooks), str(dtype), rank, {key: str(x) for key, x in options.items()}])
         proved, plain = _read(place), None
         if proved is None:
-            hf = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
+            # Eager attention leaves nothing out; torch's kernel knows no soft cap (Gemma 2), and vLLM's does.
+            hf = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation="eager").eval()
             plain = TransformerBridge(hf, None)
             widths = widths_of(plain, list(self._hooks.values()))
             said = {n: engine_point(hook, hf, widths.get(n)) for n, hook in self._hooks.items()}

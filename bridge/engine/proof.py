@@ -8,6 +8,7 @@ by more than the bound is refused, with the difference.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -170,7 +171,7 @@ class EngineProof:
         """
         models = [self.bridge]
         if self.dtype != torch.float32:
-            models.append(TransformerBridge(self.bridge.original_model.to(self.dtype), None))
+            models.append(TransformerBridge(copy.deepcopy(self.bridge.original_model).to(self.dtype), None))
         found: dict[str, str] = dict.fromkeys(self.places, "")
         for request, answer in zip(self.requests, answers, strict=True):
             tokens = [*request.prompt, *answer.tokens.tolist()[:-1]]

@@ -156,6 +156,16 @@ def test_random_batches_are_token_for_token_what_each_is_alone(
     assert_alone(engine, bridge, prompts, each, 6, drawn.sample(named(), drawn.choice([0, 1, 2])))
 
 
+@pytest.mark.slow
+def test_two_hundred_random_batches(engine: Engine, bridge: TransformerBridge) -> None:
+    """A quarter of an hour: 2 to 64 requests, each with up to three random operations at random points."""
+    for seed in range(100, 300):
+        drawn = random.Random(seed)
+        prompts = prompts_of(drawn, drawn.randint(2, 64))
+        assert_alone(engine, bridge, prompts, [edits_of(drawn) for _ in prompts], 4, [])
+        print(seed, len(prompts), flush=True)
+
+
 def test_requests_that_were_preempted_and_computed_again_are_what_they_are_alone(
     engine: Engine, bridge: TransformerBridge
 ) -> None:

@@ -39,22 +39,27 @@ FAMILIES = {
     "GPTNeoXConfig": {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"},
     "Olmo2Config": LLAMA,
     "MixtralConfig": {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
-    "GraniteConfig": {**LLAMA, "attention_multiplier": 0.2, "residual_multiplier": 0.7, "logits_scaling": 2.0},
 }  # fmt: skip
 #: The points that every one of them has.
 EVERY = ["hook_resid_pre", "hook_resid_post", "hook_attn_out", "hook_mlp_out", "attn.hook_v", "attn.hook_z"]
+
+
+def saved(config: transformers.PretrainedConfig, folder: Path) -> torch.nn.Module:
+    """A tiny model with random weights, in a folder."""
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    plain.save_pretrained(folder)
+    return plain
 
 
 @pytest.mark.parametrize(
     "name", [*list(FAMILIES)[:1], *(pytest.param(n, marks=pytest.mark.slow) for n in list(FAMILIES)[1:])]
 )
 def test_a_family(name: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    plain = AutoModelForCausalLM.from_config(getattr(transformers, name)(**FAMILIES[name])).eval()
-    with torch.no_grad():
-        for parameter in plain.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    plain.save_pretrained(tmp_path)
+    plain = saved(getattr(transformers, name)(**FAMILIES[name]), tmp_path)
     engine, bridge = Engine(tmp_path, None, rows=8, **OPTIONS), TransformerBridge(plain, None)
     try:
         wanted = [f"blocks.{layer}.{point}" for layer in range(2) for point in EVERY]
@@ -67,3 +72,15 @@ def test_a_family(name: str, tmp_path: Path) -> None:
         assert_alone(engine, bridge, prompts, each, 5, wanted)
     finally:
         engine.close()
+
+
+@pytest.mark.slow
+def test_a_model_that_is_another_in_vllm_is_refused(tmp_path: Path) -> None:
+    """vLLM's backend leaves Granite's factor of the logits out; its factor of the residual is in no column."""
+    config = transformers.GraniteConfig(**LLAMA, attention_multiplier=0.2, residual_multiplier=0.7, logits_scaling=2.0)
+    saved(config, tmp_path)
+    engine = Engine(tmp_path, ["blocks.0.hook_resid_pre", "blocks.0.hook_mlp_out"], rows=8, **OPTIONS)
+    engine.close()
+    assert engine.offered() == []
+    assert "the effect of an edit there is off" in engine.refused["blocks.0.hook_resid_pre"]
+    assert "computed from a tensor" in engine.refused["blocks.0.hook_mlp_out"]
