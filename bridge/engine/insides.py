@@ -250,7 +250,12 @@ def around_passes(runner: Any, begin: Callable[[], list[Span]], end: Callable[[S
     Args:
         runner: vLLM's.
         begin, end: what is done; the second is given what the first returns.
+
+    Raises:
+        ValueError: its model runner is the second, which has other insides.
     """
+    if not hasattr(runner, "_model_forward"):
+        raise ValueError("hook points are for vLLM's first model runner: set VLLM_USE_V2_MODEL_RUNNER=0")
     forward = runner._model_forward
 
     def with_points(*args: Any, **kwargs: Any) -> Any:
