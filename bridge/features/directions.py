@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -14,8 +14,9 @@ from bridge.bridge import TransformerBridge
 from bridge.hooks.arguments import check_choice, refuse_wrong_types
 from bridge.hooks.context import without_hooks
 from bridge.hooks.hooks import HookPoint
-from bridge.hooks.rows import mask_of_ends
+from bridge.hooks.rows import mask_of_ends, places_of
 from bridge.interventions import ProjectOut
+from bridge.run.inputs import Prompts, prompts_with
 from weight_processing.parts import ProcessedParts, precise
 from weight_processing.saving import untie
 
@@ -42,8 +43,8 @@ class Direction:
 @refuse_wrong_types
 def direction(
     bridge: TransformerBridge,
-    positives: Int[Tensor, "n pos"] | Sequence[str],
-    negatives: Int[Tensor, "m pos2"] | Sequence[str],
+    positives: Prompts | Sequence[str],
+    negatives: Prompts | Sequence[str],
     point: str | HookPoint,
     how: How = "mean",
     *,
@@ -56,7 +57,7 @@ def direction(
 
     Args:
         bridge: the bridge.
-        positives, negatives: the prompts, as texts or tokens, of any lengths.
+        positives, negatives: the prompts, as texts or tokens, of any lengths, or what a processor gives.
         point: the hook point, of ``[batch, pos, d]``.
         how: ``"mean"``, the difference of the means (Marks and Tegmark 2023); ``"pca"``, the first principal component
             of both together (Zou et al. 2023); ``"probe"``, the weights of a logistic regression (scikit-learn's).
@@ -86,11 +87,15 @@ def direction(
         (torch.Size([128]), 1.0)
     """
     check_choice("how", how, ("mean", "pca", "probe"))
-    if min(len(positives), len(negatives)) < 4:
-        raise ValueError(f"there are {len(positives)} positives and {len(negatives)} negatives: each set needs four")
     (hook,) = bridge.select_hooks(point)
+    if len(hook.point.axes.split()) != 3:
+        raise ValueError(f"{hook.name} has the axes [{hook.point.axes}]; a direction is of [batch, pos, d]")
     sets = zip((positives, negatives), attention_mask, strict=True)
-    both = [_at(bridge, prompts, mask, hook, position) for prompts, mask in sets]
+    told = [_told(bridge, prompts, mask) for prompts, mask in sets]
+    one, other = (len(prompts["input_ids"]) for prompts in told)
+    if min(one, other) < 4:
+        raise ValueError(f"there are {one} positives and {other} negatives: each set needs four")
+    both = [_at(bridge, prompts, hook, position) for prompts in told]
     acts, labels = torch.cat(both), torch.cat([torch.ones(len(both[0])), torch.zeros(len(both[1]))]).bool()
     generator = torch.Generator().manual_seed(seed)
     vector, accuracy = _found(acts, labels, how, held_out, generator)
@@ -100,29 +105,24 @@ def direction(
     return Direction(vector.to(both[0].dtype), hook.name, accuracy, shuffled)
 
 
-@torch.no_grad()
-def _at(
-    bridge: TransformerBridge, prompts: Tensor | Sequence[str], mask: Tensor | None, hook: HookPoint, position: int
-) -> Tensor:
-    """The activation of each prompt at a position of its own tokens."""
-    if len(hook.point.axes.split()) != 3:
-        raise ValueError(f"{hook.name} has the axes [{hook.point.axes}]; a direction is of [batch, pos, d]")
-    if not isinstance(prompts, Tensor):
+def _told(bridge: TransformerBridge, prompts: Prompts | Sequence[str], mask: Tensor | None) -> dict[str, Any]:
+    """Prompts as tokens, and what else the model takes: which are padding, unless all of them count."""
+    if not isinstance(prompts, Tensor | Mapping):
         batch = bridge.batch_of(list(prompts))
         prompts, mask = batch.tokens, batch.mask
-    elif mask is None:
+    elif mask is None and isinstance(prompts, Tensor):
         tokenizer = bridge.tokenizer
         pad = bridge.core.config.get_text_config().pad_token_id if tokenizer is None else bridge.tokenizer_facts.pad
         mask = mask_of_ends(prompts, pad)
-    _, cache = bridge.run_with_cache(prompts, names_filter=hook, attention_mask=mask)
+    return prompts_with(bridge, prompts, {"attention_mask": mask})
+
+
+@torch.no_grad()
+def _at(bridge: TransformerBridge, prompts: dict[str, Any], hook: HookPoint, position: int) -> Tensor:
+    """The activation of each prompt at a position of its own tokens."""
+    _, cache = bridge.run_with_cache(prompts, names_filter=hook)
     act = cache[hook.name]
-    real = torch.ones(act.shape[:2], dtype=torch.bool) if mask is None else mask.bool().cpu()
-    size = real.sum(-1)
-    if not bool(((size > position) & (size >= -position)).all()):
-        raise ValueError(f"position is {position}, and the shortest prompt has {int(size.min())} tokens")
-    wanted = position if position >= 0 else size[:, None] + position
-    at = ((real.cumsum(-1) - 1 == wanted) & real).long().argmax(-1)
-    return act[torch.arange(len(act)), at.to(act.device)]
+    return act[torch.arange(len(act)), places_of(prompts.get("attention_mask"), position, act.shape)]
 
 
 def _found(acts: Tensor, labels: Tensor, how: How, held_out: float, generator: torch.Generator) -> tuple[Tensor, float]:
