@@ -69,7 +69,7 @@ def bridge(folder: Path) -> TransformerBridge:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[Engine]:
-    made = Engine(folder, [*named(), "blocks.0.attn.hook_pattern"], rows=8, **OPTIONS)
+    made = Engine(folder, [*named(), "blocks.0.attn.hook_pattern"], rows=8, rank=4, **OPTIONS)
     yield made
     made.close()
 
@@ -158,7 +158,7 @@ def test_random_batches_are_token_for_token_what_each_is_alone(
 
 @pytest.mark.slow
 def test_two_hundred_random_batches(engine: Engine, bridge: TransformerBridge) -> None:
-    """A quarter of an hour: 2 to 64 requests, each with up to three random operations at random points."""
+    """Some minutes: 2 to 64 requests, each with up to three random operations at random points."""
     for seed in range(100, 300):
         drawn = random.Random(seed)
         prompts = prompts_of(drawn, drawn.randint(2, 64))
