@@ -1,4 +1,4 @@
-"""lm-evaluation-harness takes the model of a bridge, as any of Hugging Face; inside `bridge.hooks` it has interventions."""
+"""lm-evaluation-harness takes the model of a bridge; inside `bridge.hooks`, that model has interventions."""
 
 import json
 
