@@ -30,11 +30,13 @@ def hostile(bridge, drawn):
     """A set of edits that fails, and what its error says; None: it may as well go well."""
     step, width = int(torch.randint(0, 3, (), generator=drawn)), 32
     probe = Probe(torch.arange(32.0).sin(), "p")
-    # Its squares are infinite: a LayerNorm makes no numbers of it, and an RMSNorm zeros, as in a run alone.
-    overflows = "is not finite" if bridge.cfg.normalization_type == "LN" else None
+    # Its squares are infinite, of which torch's LayerNorm makes no numbers, and others make zeros: as in a run alone.
+    large = [(RESID, Add(torch.full((width,), 1e20)))]
+    with torch.no_grad():
+        finite = bool(bridge.run_with_hooks(torch.tensor([[5, 6]]), fwd_hooks=large).isfinite().all())
     kinds = [
         ([(RESID, Scale(float("nan"), from_step=step))], "is not finite"),
-        ([(RESID, Add(torch.full((width,), 1e20)))], overflows),
+        (large, None if finite else "is not finite"),
         ([("blocks.0.attn.hook_rot_k", lambda x, hook: x / 0)], "is not finite"),
         ([("blocks.0.attn.hook_v", Set(float("inf")))], "is not finite"),
         ([("blocks.1.attn.hook_pattern", Set(float("nan")))], "is not finite"),
