@@ -94,7 +94,7 @@ class Limits:
         embedding, unembedding = self.a.embedding.tokens, "." + self.a.readout.path
         has_bias, weights = self.parts.has_bias, self.parts.weights
         unties = step in ("fold_ln", "center_writing_weights", "center_unembed") and weights.has(unembedding)
-        if unties and weights.module(embedding).weight is weights.module(unembedding).weight:
+        if embedding and unties and weights.module(embedding).weight is weights.module(unembedding).weight:
             return "embedding and unembedding are one matrix, and FSDP2 has no place for another"
         if step == "fold_ln":
             norms = [norm for norm in self.parts.norms if has_bias(norm.path)]
@@ -134,10 +134,11 @@ class Limits:
             held = held_here(parameter)
             if held.numel() and (isinstance(parameter, DTensor) or type(parameter) is nn.Parameter):
                 places.setdefault(held.data_ptr(), []).append(name)
-        embedding = self.parts.weights.module(self.a.embedding.tokens).weight
-        plain = isinstance(embedding, Tensor) and (isinstance(embedding, DTensor) or type(embedding) is nn.Parameter)
-        assert isinstance(embedding, Tensor)
-        tied = places.get(held_here(embedding).data_ptr(), []) if plain else []
+        tokens = self.a.embedding.tokens  # "": the stream begins with images or sound
+        embedding = self.parts.weights.module(tokens).weight if tokens else None
+        tied: list[str] = []
+        if isinstance(embedding, Tensor) and (isinstance(embedding, DTensor) or type(embedding) is nn.Parameter):
+            tied = places.get(held_here(embedding).data_ptr(), [])
         if len(tied) == 2 and f"{self.a.readout.path}.weight" in tied:
             places = {where: names for where, names in places.items() if names is not tied}
         twice = [names for names in places.values() if len(names) > 1]
@@ -154,7 +155,7 @@ class Limits:
             return "a gate is behind one of its norms, and reads what that makes with its weight"
         if any(norm.kind.opaque for block in self.a.stack.every_block for norm in block.norms):
             return "one of its norms is none that is known"
-        if not self.parts.weights.has("." + self.a.readout.path):
+        if "unembed.W_U" not in self.parts.weights.getters:
             return f"{type(self.core).__name__} has no output layer into which the final norm could be folded"
         for place, at_place in self.parts.by_place((norm.name, norm) for norm in self.parts.norms):
             with self.parts.around(place):
@@ -196,7 +197,7 @@ class Limits:
         return ""
 
     def _center_unembed(self) -> str:
-        if not self.parts.weights.has("." + self.a.readout.path):
+        if "unembed.W_U" not in self.parts.weights.getters:
             return f"{type(self.core).__name__} has no output layer"
         if self.cfg.output_logits_soft_cap > 0:
             return f"its logits go through a soft cap of {self.cfg.output_logits_soft_cap:g}, which is not linear"
