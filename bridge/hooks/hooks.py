@@ -328,6 +328,9 @@ class HookPoint(NamedPoint):
             act, changed = act.detach().clone().requires_grad_(), True
         elif backward and not view.identity:
             changed = True  # the gradient has to flow through the activation as it is seen
+        elif backward and act._backward_hooks:
+            # An earlier name of this activation was here: backward comes to the later one first.
+            act, changed = act.view_as(act), True
         x = self._put(x, act, changed, call, context, view)
         for listener in backward:
             listen_backward(listener, x if view.identity else act, self, self._compared)
