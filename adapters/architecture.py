@@ -93,6 +93,9 @@ class Embedding:
             and its output is a term of the sum (RoCBert).
         module: the module that puts out the first stream (BERT). The hook points then have the names of
             HookedTransformer's encoder, and `hook_full_embed` is its output.
+        given: what the model takes in place of tokens: ``rows`` of the table, which go through all that rows of tokens
+            do; rows that are ``multiplied`` with the factor (Falcon-H1); or ``other``: what it does with them is not
+            what it does with tokens (Inkling, whose norm is of tokens alone).
         unknown: what else the stream begins with, where that cannot be said. Nothing can then be decomposed.
     """
 
@@ -102,7 +105,24 @@ class Embedding:
     norm: Norm | None = None
     project: str | None = None
     module: str | None = None
+    given: Literal["rows", "multiplied", "other"] = "rows"
     unknown: str = ""
+
+    def in_place_of_tokens(self, rows: Tensor) -> Tensor:
+        """What a model is given in place of tokens, so that the run is that of tokens with these embeddings.
+
+        Args:
+            rows: of `W_E`, which has the factor in it.
+
+        Raises:
+            ValueError: it does something else with embeddings than with tokens.
+        """
+        if self.given == "other":
+            raise ValueError(
+                "the model does not do with embeddings what it does with tokens: edit hook_embed in a run of tokens, "
+                "or give the model's own argument by its name, inputs_embeds="
+            )
+        return rows if self.factor == 1 or self.given == "multiplied" else rows / self.factor
 
     @property
     def positions(self) -> str | None:

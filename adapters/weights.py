@@ -7,8 +7,10 @@ What HookedTransformer has and the model has not (a bias) is zero; what the mode
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 import torch
 from einops import rearrange
@@ -205,8 +207,12 @@ class _Getters(Weights):
         return weight
 
     def _token_embedding(self, path: str, factor: float) -> Tensor:
-        weight, scale = self._table(path, "embeddings"), getattr(self.module(path), "scalar_embed_scale", 1.0) * factor
-        return weight if scale == 1.0 else weight * scale
+        weight, module = self._table(path, "embeddings"), self.module(path)
+        if isinstance(module, nn.Embedding) and type(module).forward is not nn.Embedding.forward:  # it scales, say
+            twin = copy.copy(module)  # of which nobody's hooks are called
+            twin._parameters, twin.padding_idx = {"weight": cast(nn.Parameter, weight)}, None
+            weight = twin.forward(torch.arange(len(weight), device=weight.device))
+        return weight if factor == 1.0 else weight * factor
 
     def _position_embedding(self, path: str) -> Tensor:
         # OPT keeps two rows before those of its positions.

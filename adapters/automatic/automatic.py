@@ -66,6 +66,7 @@ from adapters.automatic.ends import (
     find_pool,
     find_unembedding,
     returned_by,
+    taken_as,
 )
 from adapters.automatic.facts import Facts, all_rotated, all_sized
 from adapters.automatic.feed_forward import FoundExpertModules, FoundMixture, FoundMLP, experts_of, list_of_experts
@@ -239,7 +240,7 @@ class _Inference:
         embedding = find_embedding(self.model, self.recording, first_of(found), text=text)
         if embedding is None:
             raise NotInferable("no token embedding ran")
-        return embedding
+        return taken_as(embedding, self.model, self.given, first_of(found))
 
     def _logits(
         self, found: FoundStack, stack: Stack, last_norm: Norm | None, unembed: ModuleCall

@@ -436,6 +436,7 @@ def prove_weights(
     findings.claim(WEIGHTS)
     bridge = evidence.bridge
     weights = weights or Weights(bridge.architecture, bridge.original_model, bridge.cfg)
+    findings.attempt(WEIGHTS, partial(_embedded, evidence, findings, weights))
     seen: list[tuple[str, NamedStep]] = []
     for place in evidence.places():
         if of_each_kind and (place.stack.name, place.named) in seen:
@@ -451,6 +452,17 @@ def prove_weights(
             proof.mlp(part, "")
         elif isinstance(part, MoE) and part.shared:
             proof.mlp(part.shared, "shared_expert.")
+
+
+def _embedded(evidence: Evidence, findings: Findings, weights: Weights) -> None:
+    """The rows of `W_E` are what the hook point of the token embedding shows."""
+    name = next((n for n in ("hook_embed", "embed.hook_embed") if n in evidence.activations), "")
+    stack = evidence.bridge.architecture.token_stack
+    if not name or stack is None or (stack.embedding.norm and stack.embedding.module is None):
+        return  # it shows a norm of them
+    get = weights.getters.get("embed.W_E") or weights.getters["embed.embed.W_E"]
+    ids = evidence.text.clamp(max=len(get()) - 1)
+    findings.equal(WEIGHTS, name, evidence.get(name), get()[ids])
 
 
 class _Layer:

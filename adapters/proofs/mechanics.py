@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from adapters.config import ModelConfig
-from adapters.inputs import Given, arguments_of, repeated, split
+from adapters.inputs import Given, arguments_of, may_take, repeated, split
 from adapters.linear import bias_of, head_results
 from adapters.mixers import Mixer
 from adapters.observe.observe import WRONG, CallRecorder, one_line
 from adapters.points import call_number, module_at, module_path
 from adapters.proofs.evidence import Bridge, Cache, Check, Hook, LayerStep, NamedHook, few_logits, places_of
 from adapters.views import Kwargs, transformed
+from adapters.weights import Weights
 
+_EMBEDS = "inputs_embeds"
 _OF_HEADS = re.compile(r"hook_(attn_in|[qkv]_input)$")
 _NORMED = re.compile(r"\bln.*hook_(scale|normalized|out)$")
 
@@ -71,6 +73,7 @@ class Mechanics:
             self.z_through_w_o,
             self.resid_mid_reaches_both,
             self.starting_after_stopping,
+            self.embeddings_in_place_of_tokens,
         )
 
     def last(self) -> list[Check]:
@@ -329,6 +332,22 @@ class Mechanics:
             self.add(name, True, f"does not apply: {reason}")
         else:
             self.add_worst(name, self.layer_runs())
+
+    def embeddings_in_place_of_tokens(self) -> None:
+        """Rows of W_E in place of tokens give the logits of the tokens."""
+        name, stack = "rows of W_E in place of tokens give their logits", self.bridge.architecture.token_stack
+        takes_none = stack is None or stack.embedding.given == "other" or not may_take(self.bridge.core, _EMBEDS)
+        if takes_none or self.tokens.is_floating_point() or any(x.is_floating_point() for x in self.more.values()):
+            self.add(name, True, "does not apply")
+            return
+        weights = Weights(self.bridge.architecture, self.model, self.cfg).getters
+        try:
+            rows = (weights.get("embed.W_E") or weights["embed.embed.W_E"])()[self.tokens]
+            made = self.bridge(rows, **Kwargs(self.more))
+        except WRONG as error:  # which whoever gives it embeddings is told
+            self.add(name, True, f"does not apply: {one_line(error)}")
+        else:
+            self.add_worst(name, [("logits", made, self.plain)])
 
     def starting_at_a_block(self) -> None:
         """A block that runs alone makes what it makes in a run from the start."""

@@ -169,7 +169,8 @@ def test_in_half_precision_a_pattern_is_of_the_models_type_under_every_kernel(ki
     if kernel == "eager":
         assert torch.equal(cache[name], wanted)
     with bridge.hooks(
-        fwd_hooks=[(name, lambda act, hook: shown.append(act))], bwd_hooks=[(name, lambda grad, hook: shown.append(grad))]
+        fwd_hooks=[(name, lambda act, hook: shown.append(act))],
+        bwd_hooks=[(name, lambda grad, hook: shown.append(grad))],
     ):
         hooked = bridge(TOKENS)
         hooked.float().sum().backward()
