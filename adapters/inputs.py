@@ -173,7 +173,7 @@ def makes_decoder_tokens(core: nn.Module) -> bool:
     Example:
         >>> import transformers
         >>> from adapters.inputs import makes_decoder_tokens
-        >>> sizes = dict(d_model=8, encoder_layers=1, decoder_layers=1, vocab_size=10)
+        >>> sizes = dict(d_model=16, encoder_layers=1, decoder_layers=1, vocab_size=10)
         >>> makes_decoder_tokens(transformers.BartModel(transformers.BartConfig(**sizes)))
         True
         >>> makes_decoder_tokens(transformers.MarianModel(transformers.MarianConfig(**sizes, pad_token_id=0)))

@@ -32,7 +32,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 #: What stands around each table of the page.
 MARKS = {
     name: (f"<!-- {name}: written by tools/structure.py -->", f"<!-- end of {name} -->")
-    for name in ("tiers", "files", "size", "journeys")
+    for name in ("tiers", "files", "size", "journeys", "changes")
 }
 #: The tiers, from the lowest, with the rooms of `bridge` above the core; what is named in none is of the core.
 TIERS = {
@@ -44,8 +44,8 @@ TIERS = {
 }
 #: The folders of tests that are named after no room and are of no tier: of the whole house, and of what is around it.
 OF_THE_HOUSE = (
-    "benchmarks", "clients", "data", "distribution", "docs", "every_type", "examples", "gpu", "real", "sharded",
-    "versions",
+    "benchmarks", "changes", "clients", "data", "distribution", "docs", "every_type", "examples", "gpu", "real",
+    "sharded", "versions",
 )  # fmt: skip
 _NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
@@ -164,6 +164,12 @@ def sizes(files: list[SourceFile]) -> dict[str, float]:
         "share of imports, per cent": round(100 * imports / sum(len(code_lines(file)) for file in files), 1),
         "classes used at most once": sum(used[cls.name] <= 1 for cls in classes),
     }
+
+
+def files_touched() -> dict[str, int]:
+    """How many files each of the recorded changes touches."""
+    patches = sorted((ROOT / "tests" / "changes").glob("*.patch"))
+    return {path.stem: path.read_text(encoding="utf-8").count("diff --git ") for path in patches}
 
 
 def crossed(job: Callable[[], object]) -> tuple[int, int, int]:
@@ -296,6 +302,7 @@ def tables() -> dict[str, str]:
         ),
         "size": table("what a reader pays for | now", sizes(files).items()),
         "journeys": table("a call | functions | classes | files", ways),
+        "changes": table("a change | files", ((f"`{name}`", files) for name, files in files_touched().items())),
     }
 
 
