@@ -326,7 +326,7 @@ class HookPoint(NamedPoint):
         if backward and not act.requires_grad:
             # Nothing before this point wants a gradient (frozen weights): the graph starts here.
             act, changed = act.detach().clone().requires_grad_(), True
-        elif backward and not changed and not view.writes_through:
+        elif backward and not changed and not (view.identity and view.writes_through):
             # The gradient has to flow through the activation as it is seen: what others read of the tensor elsewhere an
             # edit here would not change. Of two names of one activation, backward comes to the later one first.
             act, changed = x.view_as(x) if view.identity else act, True
