@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from adapters import Architecture, norms
 from adapters.attention import AddedOutput, Gate, SinkGate
+from adapters.norms import parameter_names
 from adapters.views import Affine, parameters_of
 from weight_processing.parts import NormWithReaders, ProcessedParts, held_here, is_sharded, norm_parameters
 from weight_processing.saving import SavedBiases
@@ -173,6 +174,8 @@ class Limits:
             return f"{norm.name} is a {type(module).__name__} whose weight is not a parameter of its own"
         if bias is None or not bool(bias.any()):
             return ""
+        if parameter_names(module)[1] != "bias":
+            return f"{norm.name} calls its bias {parameter_names(module)[1]}, and what readers need is saved as bias"
         if norm.name == "ln_final" and self.a.readout.factor_in != 1:
             return f"{norm.name} has a bias, and its output is multiplied before the output layer reads it"
         if not norm.kind.centered:

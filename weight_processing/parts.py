@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from adapters import MLP, Attention, MoE, Weights
 from adapters.architecture import NamedStep
 from adapters.linear import is_linear, weight_in_out
-from adapters.norms import Norm, NormKind
+from adapters.norms import Norm, NormKind, parameter_names
 from adapters.points import join
 from adapters.views import Call, Heads
 
@@ -377,7 +377,8 @@ def precise(x: Tensor) -> Tensor:
 
 def norm_parameters(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
     """The weight and the bias that a norm has."""
-    return getattr(module, "weight", None), getattr(module, "bias", None)
+    weight, bias = (getattr(module, name, None) for name in parameter_names(module))
+    return weight, bias
 
 
 def _transposed(get: Get) -> Get:

@@ -155,6 +155,7 @@ class _Inference:
         self.base, self.core = base_path(model), core_path(model)
         self.config = config_of(model).get_text_config()
         self.not_offered: dict[str, str] = {}
+        self.unknown: dict[str, str] = {}
         self.facts = Facts(model, recording)
         #: What the model writes over in the blocks of the list that is being looked at.
         self.changed: dict[tuple[str, Literal["input", "output"]], None] = {}
@@ -167,6 +168,8 @@ class _Inference:
         number_norms(stacks, self.recording)
         embedding = self._embedding(found)
         self.not_offered |= embedding.missing
+        if embedding.missing:
+            self.unknown["embedding"] = "; ".join(embedding.missing.values())
         first_stack, last_norm = self._stack(found, "encoder" if others else "blocks")
         unembed = find_unembedding(self.model, self.recording, stacks[-1].blocks[-1].end)
         pooled = self._pooled(found, last_norm) if self.main is not None and not others else None
@@ -205,6 +208,7 @@ class _Inference:
             heads=heads,
             no_layer_runs=why_no_layers(found, bool(others), self.main),
             config_values=values,
+            unknown=dict(self.unknown),
         )
         return Inferred(architecture, dict(self.not_offered))
 
@@ -262,9 +266,9 @@ class _Inference:
         end = End(self.model, self.recording, self.core, unembed, found.blocks[-1].end)
         normed, function = end.normed(last.value, last_norm, on_stream)
         heads = end.heads(normed)
-        readout = end.readout(self.given, normed, bool(heads))
-        if readout.unknown:
-            self.not_offered["logits of the stream"] = readout.unknown
+        readout, unknown = end.readout(self.given, normed, bool(heads))
+        if unknown:
+            self.unknown["readout"] = self.not_offered["logits of the stream"] = unknown
         else:
             self.not_offered.pop("ln_final", None)  # it is known what the output layer reads
         return stack if function is None else replace(stack, final_norm=function), heads, readout

@@ -63,7 +63,7 @@ class FoundEmbedding:
         """
         found = self.embedding
         added = sorted(found.added, key=lambda table: KINDS.index(table[0]))
-        return replace(found, added=tuple(added), unknown="; ".join(self.missing.values())).moved(relative)
+        return replace(found, added=tuple(added)).moved(relative)
 
 
 def find_embedding(
@@ -100,7 +100,7 @@ def taken_as(found: FoundEmbedding, model: nn.Module, given: Given, first: Modul
     """
     made, named = found.embedding, {name: x for name, x in given.items() if name != "input_ids"}
     core = model.get_submodule(core_path(model))
-    if not (made.transform or made.norm) or "input_ids" not in given or not may_take(core, "inputs_embeds"):
+    if "input_ids" not in given or not may_take(core, "inputs_embeds"):
         return found
     assert first.entered is not None
     rows = model.get_submodule(made.tokens).forward(given["input_ids"]).detach()
@@ -597,8 +597,8 @@ class End:
         norm = found[2] and Norm("." + relative(found[2].path, self.core), found[2].kind)
         return (Head("mlm_head", around, linear=linear, norm=norm),)
 
-    def readout(self, inputs: Given, normed: Tensor, behind_head: bool) -> Readout:
-        """How logits are made of what the final norm puts out.
+    def readout(self, inputs: Given, normed: Tensor, behind_head: bool) -> tuple[Readout, str]:
+        """How logits are made of what the final norm puts out, and what cannot be said of that.
 
         What is behind the output layer is seen in what the model makes of numbers as large as a trained model's logits:
         its own may be so small that a soft cap is nearly a straight line.
@@ -613,22 +613,22 @@ class End:
         if not behind_head:
             factor_in = None if unembed.entered is None else _factor_between(normed, unembed.entered.value)
         if factor_in is None:
-            return Readout(path, unknown=f"{path} reads what is neither the last stream nor a norm of it that is known")
+            return Readout(path), f"{path} reads what is neither the last stream nor a norm of it that is known"
         before, logits = _large_logits(self.model, inputs, unembed)
         if logits is not None and logits.ndim == 3 and before.shape[:2] == logits.shape[:2][::-1] != logits.shape[:2]:
             before = before.transpose(0, 1)  # the output layer is given positions first
         if logits is None or before.shape[:-1] != logits.shape[:-1] or logits.shape[-1] > before.shape[-1]:
-            return Readout(path, factor_in, unknown=f"what {path} puts out has another shape than the logits")
+            return Readout(path, factor_in), f"what {path} puts out has another shape than the logits"
         if float(logits.abs().max()) > 1e30:
-            return Readout(path, factor_in, unknown="the model puts a constant in place of the logits of some tokens")
+            return Readout(path, factor_in), "the model puts a constant in place of the logits of some tokens"
         behind = readout_between(before[..., : logits.shape[-1]], logits)
         if behind is None:
-            return Readout(path, factor_in, unknown=f"something that is not known is between {path} and the logits")
+            return Readout(path, factor_in), f"something that is not known is between {path} and the logits"
         factor_out, bias, cap = behind
         name = None if bias is None else _holder_of(self.model.get_submodule(self.core), bias)
         if bias is not None and name is None:
-            return Readout(path, factor_in, unknown=f"what is added behind {path} is no parameter of the model")
-        return Readout(path, factor_in, Affine(factor_out, plus=name), cap)
+            return Readout(path, factor_in), f"what is added behind {path} is no parameter of the model"
+        return Readout(path, factor_in, Affine(factor_out, plus=name), cap), ""
 
 
 def _factor_between(x: Tensor, y: Tensor) -> float | None:

@@ -209,10 +209,10 @@ def _beginning(bridge: TransformerBridge, stack: Stack) -> list[str]:
     """Where the stream of a list of blocks begins: the embeddings, where it is a sum of them; else the first stream."""
     made = stack.embedding
     names = ["hook_embed", *(["hook_pos_embed"] if made.positions else [])]
-    more = made.norm or made.project or made.behind_embed or made.types or made.more or made.unknown or made.module
-    config = bridge.core.config
+    more = made.norm or made.project or made.behind_embed or made.types or made.more or made.module
+    config, unknown = bridge.core.config, bridge.architecture.unknown.get("embedding")
     alone = len(bridge.architecture.stacks) == 1 and config.get_text_config() is config  # else images are in it, too
-    if made.tokens and alone and not more and all(name in bridge.hook_dict for name in names):
+    if made.tokens and alone and not more and not unknown and all(name in bridge.hook_dict for name in names):
         return names
     return [f"{stack.name}.0.hook_resid_pre"]
 
@@ -248,7 +248,14 @@ def write_into_weights(bridge: TransformerBridge, vector: Float[Tensor, " d_mode
     steps = [f"{block}.{named.name}" for block, _, named in parts.steps if named.step.post]
     begin = bridge.architecture.embedding
     computed = bool(begin.positions) and not hasattr(bridge.weights.module(begin.positions or ""), "weight")
-    more = begin.project or begin.behind_embed or begin.types or begin.more or begin.unknown or computed
+    more = (
+        begin.project
+        or begin.behind_embed
+        or begin.types
+        or begin.more
+        or bridge.architecture.unknown.get("embedding")
+        or computed
+    )
     if steps or begin.norm or more:
         what = steps[0] if steps else "the embeddings"
         raise ValueError(
