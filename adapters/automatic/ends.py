@@ -103,7 +103,10 @@ def taken_as(found: FoundEmbedding, model: nn.Module, given: Given, first: Modul
     if "input_ids" not in given or not may_take(core, "inputs_embeds"):
         return found
     assert first.entered is not None
-    rows = model.get_submodule(made.tokens).forward(given["input_ids"]).detach()
+    rows = model.get_submodule(made.tokens).forward(given["input_ids"])
+    if not isinstance(rows, Tensor):
+        return found
+    rows = rows.detach()
     stream = first.entered.value
     tried: dict[Literal["rows", "multiplied"], Tensor] = {"rows": rows, "multiplied": rows * made.factor}
     for how, x in tried.items():

@@ -459,7 +459,11 @@ def _embedded(evidence: Evidence, findings: Findings, weights: Weights) -> None:
     """The rows of `W_E` are what the hook point of the token embedding shows."""
     name = next((n for n in ("hook_embed", "embed.hook_embed") if n in evidence.activations), "")
     stack = evidence.bridge.architecture.token_stack
-    if not name or stack is None or (stack.embedding.norm and stack.embedding.module is None):
+    if (
+        not name
+        or stack is not evidence.bridge.architecture.stack
+        or (stack.embedding.norm and stack.embedding.module is None)
+    ):
         return  # it shows a norm of them
     get = weights.getters.get("embed.W_E") or weights.getters["embed.embed.W_E"]
     ids = evidence.text.clamp(max=len(get()) - 1)
