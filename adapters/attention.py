@@ -114,12 +114,12 @@ class HeadResults(Derived):
     factor: float = 1.0
 
     def get(self, x: Tensor, call: Call) -> Tensor:
-        results = head_results(call.module, call.input.unflatten(-1, (self.n_heads, -1)))
+        results = head_results(call.module, call.input.unflatten(-1, (self.n_heads, -1)), call.told)
         return results if self.factor == 1 else results * self.factor
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         total = new.sum(-2) if self.factor == 1 else new.sum(-2) / self.factor
-        return (total + bias_of(call.module, call.input)).to(x.dtype)
+        return (total + bias_of(call.module, call.input, call.told)).to(x.dtype)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -108,17 +108,40 @@ def weight_in_out(module: nn.Module) -> Tensor | None:
     return weight if type(module) is Conv1D else weight.T
 
 
-def bias_of(module: nn.Module, like: Tensor) -> Tensor:
+def _asked(module: nn.Module, x: Tensor, told: Mapping[str, Any]) -> Tensor:
+    """What a projection makes of each copy of its rows, told what it was told of each row: PEFT's adapters of rows.
+
+    Args:
+        module: the projection.
+        x: ``[batch, copy, pos, d_in]``.
+        told: what it was called with beside its input, by name.
+    """
+    rows, copies = x.shape[:2]
+
+    def of_copies(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.repeat_interleave(copies, 0) if value.ndim and len(value) == rows else value
+        several = isinstance(value, list | tuple) and len(value) == rows
+        return [entry for entry in value for _ in range(copies)] if several else value
+
+    more = {name: of_copies(value) for name, value in told.items()}
+    return module.forward(x.flatten(0, 1), **more).unflatten(0, (rows, copies))
+
+
+def bias_of(module: nn.Module, like: Tensor, told: Mapping[str, Any] | None = None) -> Tensor:
     """What the projection gives for an input of zeros: its bias.
 
     Args:
         module: the projection.
-        like: a tensor ``[..., d_in]`` of the right width, type and device.
+        like: a tensor ``[batch, pos, d_in]`` of the right width, type and device.
+        told: what it is called with beside its input, where rows have adapters of their own.
     """
     weight = weight_in_out(module)
     if weight is not None:
         bias: Tensor | None = materialized(module, "bias")
         return weight.new_zeros(weight.shape[1]) if bias is None else bias
+    if told:
+        return _asked(module, torch.zeros_like(like)[:, None], told)[:, 0]
     return module.forward(torch.zeros_like(like[:1, :1]))
 
 
@@ -140,12 +163,13 @@ def adapted_bias(module: nn.Module, bias: Tensor | None, like: Tensor) -> Tensor
     return bias if unchanged else given
 
 
-def head_results(module: nn.Module, z: Tensor) -> Tensor:
+def head_results(module: nn.Module, z: Tensor, told: Mapping[str, Any] | None = None) -> Tensor:
     """Each head's contribution to the output projection, without the bias.
 
     Args:
         module: the output projection, ``(head d_head) -> d_model``.
         z: ``[batch, pos, head, d_head]``.
+        told: what it is called with beside its input, where rows have adapters of their own.
 
     Returns:
         ``[batch, pos, head, d_model]``.
@@ -158,11 +182,11 @@ def head_results(module: nn.Module, z: Tensor) -> Tensor:
     if weight is not None:
         return torch.einsum("bphd,hdm->bphm", z, weight.view(n_heads, d_head, -1))
     own = torch.eye(n_heads, dtype=z.dtype, device=z.device)
-    spread = torch.einsum("bphd,hg->bphgd", z, own).flatten(-2)
-    rows = spread.flatten(0, -2)  # bitsandbytes' layers know no further axes
-    bias = module.forward(torch.zeros_like(rows[:1]))
-    results = (module.forward(rows) - bias).unflatten(0, spread.shape[:-1])
-    _check_sum(module, results, (module.forward(z.flatten(2).flatten(0, 1)) - bias).unflatten(0, z.shape[:2]))
+    whole, told = z.flatten(2)[:, None], told or {}
+    spread = torch.einsum("bphd,hg->bgphd", z, own).flatten(-2)
+    bias, *made = _asked(module, torch.cat([torch.zeros_like(whole), whole, spread], 1), told).unbind(1)
+    results = torch.stack(made[1:], 2) - bias[:, :, None]
+    _check_sum(module, results, made[0] - bias)
     return results
 
 
@@ -200,5 +224,6 @@ def project_per_head(module: nn.Module, part: View, x: Tensor, call: Call) -> Te
         out = torch.einsum("bphm,mhd->bphd", x, per_head)
         bias: Tensor | None = materialized(module, "bias")
         return out if bias is None else out + part.get(bias, call)
-    everything = part.get(module.forward(x), call)  # batch pos own head d_head
+    made = _asked(module, x.transpose(1, 2), call.told).transpose(1, 2)
+    everything = part.get(made, call)  # batch pos own head d_head
     return everything.diagonal(dim1=-3, dim2=-2).movedim(-1, -2)

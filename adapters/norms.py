@@ -1,4 +1,4 @@
-"""The two hook points of a norm, `hook_scale` and `hook_normalized`, computed outside the model's own norm module.
+"""`NormKind`, the noun of a norm: what it computes, and its hook points `hook_scale` and `hook_normalized`.
 
 They follow HookedTransformer: the scale divides; `hook_normalized` of a layer norm is its output (after weight and
 bias), that of an RMS norm is the value before the weight.

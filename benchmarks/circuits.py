@@ -74,7 +74,7 @@ def table(bridge: TransformerBridge, pairs: Pairs, held_out: Pairs, scores: Edge
     circuits = [scores.greedy(round(share * scores.graph.n_edges)) for share in SHARES]
     masks = [circuit.mask for circuit in circuits]
     figures = [
-        evaluations(scores.graph, masks, bridge, some.clean, some.corrupted, some.metric(), "resample", None)
+        evaluations(scores.graph, masks, bridge, some.clean, some.corrupted, some.metric(), "resample", None, {})
         for some in (pairs, held_out)
     ]
     for share, circuit, *found in zip(SHARES, circuits, *figures, strict=True):

@@ -102,6 +102,9 @@ class ActivationCache(ResidualMethods):
         True
     """
 
+    #: Each row was run with adapters of its own (PEFT).
+    mixes_adapters = False
+
     @refuse_wrong_types
     def __init__(self, cache_dict: dict[str, Any], model: StudiedBridge | None, has_batch_dim: bool = True) -> None:
         self._fill(cache_dict, model, has_batch_dim)
@@ -143,10 +146,16 @@ class ActivationCache(ResidualMethods):
 
         Raises:
             ValueError: its weights have been changed since, others stand there, or PEFT's adapters there were switched.
-                (What is written through ``weight.data`` torch does not count.)
+                (What is written through ``weight.data`` torch does not count.) Or each row had adapters of its own.
         """
         path = _path_of_weights(name, self.model.hook_dict[name].point)
         module, then = module_at(self.model.original_model, path), self._weights.get(name)
+        if self.mixes_adapters and hasattr(module, "base_layer"):
+            raise ValueError(
+                f"each row of this run had adapters of its own (adapter_names=), and the weights at {name} are not "
+                "theirs: cache hook_result in the run for what heads write, or run rows of one adapter, which "
+                "set_adapter chooses"
+            )
         if then is not None and written_to(module) != then:
             raise ValueError(
                 f"the weights at {name} were changed since the run (processed, trained, written to, or adapters "

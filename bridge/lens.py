@@ -7,7 +7,7 @@ import json
 import pickle
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from adapters.inputs import takes
 from adapters.points import module_at, path_from
 from bridge.analysis.analysis import refuse_no_stream
 from bridge.hooks.arguments import check_positive, refuse_wrong_types, shown
 from bridge.hooks.context import CURRENT, RunContext, in_context
 from bridge.hooks.modules import written_to
 from bridge.hooks.names import last_stream
-from bridge.run.inputs import Input, RunnableBridge
+from bridge.run.inputs import Input, RunnableBridge, prompts_with, unpacked
 from bridge.run.recorder import PosSlice
 from bridge.run.tokenization import texts_in
 
@@ -247,6 +248,8 @@ def _tokens_and_mask(bridge: RunnableBridge, batch: Input) -> tuple[Input, Tenso
     if isinstance(batch, Sequence) and batch and isinstance(batch[0], str) and not isinstance(batch, str):
         padded = bridge.batch_of(batch)
         return padded.tokens, padded.mask
+    if isinstance(batch, Mapping):
+        return {name: value for name, value in batch.items() if name != "attention_mask"}, batch.get("attention_mask")
     return batch, None
 
 
@@ -469,6 +472,7 @@ def lens(
     layers: Sequence[int] | None = None,
     prepend_bos: bool | None = None,
     attention_mask: Int[Tensor, "batch pos"] | None = None,
+    **model_kwargs: Any,
 ) -> Reading:
     """Reads the residual stream before each layer, and at the end, as next tokens.
 
@@ -485,6 +489,7 @@ def lens(
         layers: streams before which layers, from 0; ``n_layers`` is the end; None: all.
         prepend_bos: begin texts with BOS; None: as the bridge does.
         attention_mask: for tokens: 1 for tokens and 0 for padding.
+        model_kwargs: what else the model takes with the input, such as ``pixel_values=``.
 
     Returns:
         A reading, which computes logits when asked, under the hooks and with the weights of now: where those behind
@@ -509,23 +514,32 @@ def lens(
     chosen = tuple(range(n + 1)) if layers is None else tuple(layer + n + 1 if layer < 0 else layer for layer in layers)
     if not chosen or any(not 0 <= layer <= n for layer in chosen) or len(set(chosen)) < len(chosen):
         raise ValueError(f"layers are {list(layers or ())}; they must be different ones from 0 to {n}, the end")
-    decode = as_read(bridge, _decoder(bridge, kind), hooked=kind != "raw")
+    names = {name: value for name, value in model_kwargs.items() if name == "adapter_names"}
+    decode = as_read(bridge, _decoder(bridge, kind, names), hooked=kind != "raw")
     texts = texts_in(input)
     if texts is not None:
         if attention_mask is not None:
             raise ValueError("attention_mask is for tokens; for texts it is worked out")
         batch = bridge.batch_of(texts, prepend_bos, "left")
         input, attention_mask = batch.tokens, batch.mask
+    input, attention_mask, given = unpacked(input, attention_mask, model_kwargs)
+    if takes(bridge.core).main is None and not (isinstance(input, Tensor) and input.is_floating_point()):
+        prompts_with(bridge, input, given)  # says what is missing
     last = last_stream(bridge.hook_dict, n)
-    names = {layer: f"blocks.{layer}.hook_resid_pre" if layer < n else last for layer in chosen}
+    at = {layer: f"blocks.{layer}.hook_resid_pre" if layer < n else last for layer in chosen}
     _, cache = bridge.run_with_cache(
-        input, names_filter=list(names.values()), pos_slice=pos_slice, attention_mask=attention_mask, return_type=None
+        input,
+        names_filter=list(at.values()),
+        pos_slice=pos_slice,
+        attention_mask=attention_mask,
+        return_type=None,
+        **given,
     )
     mask = attention_mask
     if mask is not None and pos_slice is not None:
         chosen_positions = slice(*pos_slice) if isinstance(pos_slice, tuple) else pos_slice
         mask = mask[:, [chosen_positions] if isinstance(chosen_positions, int) else chosen_positions]
-    streams = torch.stack([cache[names[layer]] for layer in chosen])
+    streams = torch.stack([cache[at[layer]] for layer in chosen])
     return Reading(streams, chosen, decode, mask, n, bridge.cfg.d_vocab_out)
 
 
@@ -563,8 +577,14 @@ def _classified(bridge: RunnableBridge) -> Callable[[Tensor, int], Tensor]:
     return lambda stream, layer: read(norm.forward(stream), layer)
 
 
-def _decoder(bridge: RunnableBridge, kind: str | TunedLens) -> Callable[[Tensor, int], Tensor]:
+def _decoder(
+    bridge: RunnableBridge, kind: str | TunedLens, names: Mapping[str, Any]
+) -> Callable[[Tensor, int], Tensor]:
     """From a stream and its layer to logits.
+
+    Args:
+        bridge, kind: as for `lens`.
+        names: of the adapters of each row, where they have their own.
 
     Raises:
         ValueError: there is no such kind, or the model has no unembedding to read with.
@@ -574,14 +594,14 @@ def _decoder(bridge: RunnableBridge, kind: str | TunedLens) -> Callable[[Tensor,
         raise ValueError(f"{bridge.cfg.model_name} has no unembedding: its stream cannot be read as tokens")
     if isinstance(kind, TunedLens):
         kind.check(bridge, unembedding=False)
-        return lambda stream, layer: bridge(kind(stream, layer), start_at_layer=n)
+        return lambda stream, layer: bridge(kind(stream, layer), start_at_layer=n, **names)
     if kind == "raw":
         return _raw(bridge)
     if kind != "normed":
         raise ValueError(f"kind is {kind!r}; it must be {', '.join(map(repr, KINDS))} or a TunedLens")
     if bridge.architecture.pooled is not None:
         return _classified(bridge)
-    return lambda stream, layer: bridge(stream, start_at_layer=n)
+    return lambda stream, layer: bridge(stream, start_at_layer=n, **names)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

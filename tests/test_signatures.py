@@ -16,8 +16,8 @@ from pathlib import Path
 WRITTEN = Path(__file__).parent / "data" / "signatures.txt"
 #: The packages whose names users import.
 PUBLIC = (
-    "bridge", "bridge.circuits", "bridge.harvest", "bridge.harvest.reading", "bridge.lens", "bridge.native",
-    "bridge.patching", "bridge.tasks", "weight_processing",
+    "bridge", "bridge.circuits", "bridge.engine", "bridge.harvest", "bridge.harvest.reading", "bridge.lens",
+    "bridge.native", "bridge.patching", "bridge.tasks", "weight_processing",
 )  # fmt: skip
 
 

@@ -39,6 +39,10 @@ MAY_USE = {
         "adapters", "bridge.hooks", "bridge.interventions", "bridge.taps", "bridge.wiring", "bridge.run",
         "bridge.trace", "bridge.export",
     },
+    "bridge.engine": {
+        "adapters", "bridge.bridge", "bridge.hooks", "bridge.interventions", "bridge.generation", "bridge.run",
+        "bridge.version",
+    },
     "bridge.native": {"adapters", "bridge.hooks"},
     "bridge.embedded": set(),
     "bridge.loading": {"adapters", "bridge.native", "bridge.hooks"},
@@ -248,6 +252,7 @@ def test_no_import_inside_a_function_hides_a_circle():
 #: library. What is ours and begins with an underscore belongs to the file that it stands in.
 THEIRS = {
     "_forward_pre_hooks_with_kwargs", "_global_mapping", "_modules", "_parameters", "_buffers", "_forward_hooks",
+    "_forward_hooks_with_kwargs",
     "_forward_pre_hooks", "_backward_hooks", "_version", "_base",
     "_compiled_call_impl", "_call_impl", "_asdict", "_replace", "_schema", "_attn_implementation", "_orig_mod", "_C",
     "_hf_hook", "_len_torch_function_stack", "_len_torch_dispatch_stack", "_get_function_stack_at",
@@ -259,7 +264,8 @@ THEIRS = {
     "_is_any_autocast_enabled",
     "_stash_obj_in_tls", "_get_obj_in_tls", "_is_key_in_tls", "_from_config", "_no_split_modules", "_fields",
     "_current_graph_task_id", "_remove_final_layer_norm", "_local_mapping", "_apply_gate",
-    "_can_set_experts_implementation", "_model_mapping",
+    "_can_set_experts_implementation", "_model_mapping", "_model_forward", "_zero_block_ids",
+    "_keys_to_ignore_on_load_unexpected",
 }  # fmt: skip
 
 

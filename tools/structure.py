@@ -37,7 +37,7 @@ MARKS = {
 #: The tiers, from the lowest, with the rooms of `bridge` above the core; what is named in none is of the core.
 TIERS = {
     "core": (),
-    "programs": ("programs", "export"),
+    "programs": ("programs", "export", "engine"),
     "studies": ("patching", "circuits", "features", "tasks", "pictures"),
     "harvest": ("harvest", "cli", "__main__"),
     "legacy": ("legacy",),

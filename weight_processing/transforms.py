@@ -1,4 +1,4 @@
-"""Fold a norm's weight and bias into a matrix that reads it."""
+"""What is done to weights so that the model stays the same: norms folded, writers centred, factors of heads chosen."""
 
 from __future__ import annotations
 

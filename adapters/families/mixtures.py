@@ -1,4 +1,4 @@
-"""Mixtral."""
+"""Mixtral, and the families whose blocks hold mixtures of experts."""
 
 from __future__ import annotations
 

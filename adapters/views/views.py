@@ -104,10 +104,19 @@ class Call:
         found: Tensor = self.args[place] if isinstance(place, int) else self.kwargs[place or ""]
         return found
 
+    @property
+    def told(self) -> Kwargs:
+        """What the module is called with by name beside its input, such as the adapter of each row (PEFT)."""
+        return {name: value for name, value in self.kwargs.items() if value is not self.input}
+
     def without_graph(self) -> Call:
         """The same call, for what is kept: its tensors without a graph, and not the keys and values of a past."""
         args = tuple([x.detach() for x in self.args if isinstance(x, Tensor)])
-        kwargs = {name: x.detach() for name, x in self.kwargs.items() if isinstance(x, Tensor)}
+        kwargs = {
+            name: x.detach() if isinstance(x, Tensor) else x  # a list: of each row (PEFT)
+            for name, x in self.kwargs.items()
+            if isinstance(x, Tensor | list)
+        }
         return Call(self.module, args, kwargs, self.sources, self.scratch)
 
 

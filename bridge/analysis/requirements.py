@@ -1,4 +1,4 @@
-"""`AnalysedRun` and `require`, where the documentation has shown them."""
+"""`AnalysedRun` and `require`, which are in `analysis.py`, under the path that older programs import."""
 
 from bridge.analysis.analysis import AnalysedRun as AnalysedRun
 from bridge.analysis.analysis import require as require

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from bridge.analysis.analysis import refuse_training
 from bridge.bridge import TransformerBridge
 from bridge.circuits.circuits import EdgeScores
 from bridge.circuits.edge_runs import effects_of_edges
-from bridge.circuits.graph import Graph, Metric, Port, SenderOutputs, written_in_both
+from bridge.circuits.graph import Graph, Metric, Port, SenderOutputs, pairs_of, written_in_both
 from bridge.hooks.arguments import check_choice, check_positive, refuse_wrong_types
 from bridge.hooks.hooks import HookPoint
+from bridge.hooks.rows import tiled
 from bridge.patching.runs import tokens_per_run
+from bridge.run.inputs import Prompts
 
 METHODS = ("gradient", "inputs", "activations", "own_activations")
 
@@ -27,12 +29,13 @@ BEGIN = "blocks.0.hook_resid_pre"
 @refuse_wrong_types
 def edge_attribution(
     bridge: TransformerBridge,
-    clean: Int[Tensor, "batch pos"],
-    corrupted: Int[Tensor, "batch pos"],
+    clean: Prompts,
+    corrupted: Prompts,
     metric: Metric,
     method: str = "inputs",
     steps: int = 5,
     graph: Graph | None = None,
+    **model_kwargs: Any,
 ) -> EdgeScores:
     """Estimates for every edge by how much the metric would change if the edge carried the corrupted run's activation.
 
@@ -55,11 +58,12 @@ def edge_attribution(
 
     Args:
         bridge: the bridge, in evaluation mode.
-        clean, corrupted: pairs of prompts, ``[batch, pos]``.
+        clean, corrupted: pairs of prompts, ``[batch, pos]``, or what a processor gives.
         metric: from logits ``[batch, pos, d_vocab]`` to one number with a gradient.
         method: see above.
         steps: how many runs the mean is of. The steps are one batch where the device's memory allows.
         graph: the model's graph, if it is there already.
+        model_kwargs: what else the model takes with both prompts of a pair, such as ``pixel_values=``.
 
     Returns:
         A score for every edge.
@@ -82,8 +86,9 @@ def edge_attribution(
     check_positive("steps", steps)
     refuse_training(bridge)
     graph = graph or Graph.of(bridge)
-    one, other = written_in_both(graph, bridge, clean, corrupted)
-    found = _Gradients(graph, bridge, clean, metric, other.parts - one.parts)
+    pair = pairs_of(bridge, clean, corrupted, model_kwargs)
+    one, other = written_in_both(graph, bridge, *pair)
+    found = _Gradients(graph, bridge, pair[0], metric, other.parts - one.parts)
     if method == "gradient":
         found.of_runs(BEGIN, one.parts[0], one.parts[0], [1.0])
     elif method == "inputs":
@@ -117,7 +122,7 @@ class _Gradients:
 
     Args:
         graph, bridge, metric: as everywhere.
-        tokens: the clean prompts.
+        prompts: the clean ones, and what else the model is given with them.
         change: the senders' differences, ``[sender, batch, pos, d_model]``.
 
     Attributes:
@@ -128,11 +133,12 @@ class _Gradients:
         self,
         graph: Graph,
         bridge: TransformerBridge,
-        tokens: Int[Tensor, "batch pos"],
+        prompts: Mapping[str, Any],
         metric: Metric,
         change: Float[Tensor, "sender batch pos d_model"],
     ) -> None:
-        self.graph, self.bridge, self.tokens, self.metric = graph, bridge, tokens, metric
+        self.graph, self.bridge, self.prompts, self.metric = graph, bridge, prompts, metric
+        self.batch, self.length = prompts["input_ids"].shape
         self.change = change.flatten(1)
         self.scores = change.new_zeros(len(graph.receivers), len(graph.senders))
 
@@ -156,8 +162,8 @@ class _Gradients:
         """
         # The graph of all layers is held for the backward pass.
         itemsize = self.change.element_size() * 2 * len(self.graph.layers)
-        budget = tokens_per_run(self.bridge.cfg, self.change.device, self.tokens.shape[1], itemsize)
-        together = max(1, budget // self.tokens.numel())
+        budget = tokens_per_run(self.bridge.cfg, self.change.device, self.length, itemsize)
+        together = max(1, budget // (self.batch * self.length))
         for at in range(0, len(shares), together):
             some = shares[at : at + together]
             made = torch.cat([corrupted + share * (clean - corrupted) for share in some])
@@ -175,11 +181,11 @@ class _Gradients:
             put.append((name, lambda activation, hook: made))
         with torch.enable_grad():
             logits = self.bridge.run_with_hooks(
-                self.tokens.repeat(n, 1),
+                tiled(self.prompts, n),
                 fwd_hooks=put,
                 bwd_hooks=[(port.name, self._gather(port, n, weight, senders)) for port in self.graph.ports],
             )
-            total = torch.stack([self.metric(part) for part in logits.split(len(self.tokens))]).sum()
+            total = torch.stack([self.metric(part) for part in logits.split(self.batch)]).sum()
             torch.autograd.grad(total, leaves)
 
     def _gather(self, port: Port, n: int, weight: float, senders: slice) -> Callable[..., None]:
@@ -235,11 +241,12 @@ def mean_scores(scores: Sequence[EdgeScores], weights: Sequence[int | float] | N
 @refuse_wrong_types
 def edge_effects(
     bridge: TransformerBridge,
-    clean: Int[Tensor, "batch pos"],
-    corrupted: Int[Tensor, "batch pos"],
+    clean: Prompts,
+    corrupted: Prompts,
     metric: Metric,
     edges: Sequence[str] | None = None,
     verbose: bool = True,
+    **model_kwargs: Any,
 ) -> EdgeScores:
     """By how much the metric of the clean run changes if an edge carries what its sender writes in the corrupted run.
 
@@ -249,10 +256,11 @@ def edge_effects(
 
     Args:
         bridge: the bridge.
-        clean, corrupted: pairs of prompts, ``[batch, pos]``.
+        clean, corrupted: pairs of prompts, ``[batch, pos]``, or what a processor gives.
         metric: from logits ``[batch, pos, d_vocab]`` to one number.
         edges: such as ``"L0H1->L3H2.q"``; None: all. Others have the score 0.
         verbose: show a progress bar.
+        model_kwargs: what else the model takes with both prompts of a pair.
 
     Raises:
         ValueError: pairs that do not fit, a model without such a graph, an unknown edge.
@@ -267,19 +275,21 @@ def edge_effects(
         >>> effects = edge_effects(bridge, pairs.clean, pairs.corrupted, pairs.metric(), [edge], verbose=False)
     """
     graph = Graph.of(bridge)
-    return EdgeScores(graph, effects_of_edges(graph, bridge, clean, corrupted, metric, edges, verbose))
+    pair = pairs_of(bridge, clean, corrupted, model_kwargs)
+    return EdgeScores(graph, effects_of_edges(graph, bridge, *pair, metric, edges, verbose))
 
 
 @torch.no_grad()
 @refuse_wrong_types
 def path_patching(
     bridge: TransformerBridge,
-    clean: Int[Tensor, "batch pos"],
-    corrupted: Int[Tensor, "batch pos"],
+    clean: Prompts,
+    corrupted: Prompts,
     metric: Metric,
     senders: Sequence[str],
     receivers: Sequence[str],
     through_mlps: bool = True,
+    **model_kwargs: Any,
 ) -> float:
     """By how much the metric of the clean run changes by what some senders tell some receivers.
 
@@ -289,11 +299,12 @@ def path_patching(
 
     Args:
         bridge: the bridge.
-        clean, corrupted: pairs of prompts, ``[batch, pos]``.
+        clean, corrupted: pairs of prompts, ``[batch, pos]``, or what a processor gives.
         metric: from logits ``[batch, pos, d_vocab]`` to one number.
         senders: such as ``"L1H0"``, ``"L2MLP"``, ``"embed"``.
         receivers: such as ``"L3H2.q"``; ``"L3H2"``, all inputs of a head; ``"L3MLP"``; ``"logits"``.
         through_mlps: whether MLPs that are no senders follow what they read. False: direct edges alone.
+        model_kwargs: what else the model takes with both prompts of a pair.
 
     Raises:
         ValueError: pairs that do not fit, a model without such a graph, an unknown name, no sender or no receiver.
@@ -311,14 +322,15 @@ def path_patching(
     graph = Graph.of(bridge)
     sending = {graph.sender(name) for name in senders}
     receiving = sorted({index for name in receivers for index in graph.receivers_named(name)})
-    one, other = written_in_both(graph, bridge, clean, corrupted)
-    inputs = _inputs(graph, bridge, clean, one, other, sending, through_mlps)
+    pair = pairs_of(bridge, clean, corrupted, model_kwargs)
+    one, other = written_in_both(graph, bridge, *pair)
+    inputs = _inputs(graph, bridge, pair[0], one, other, sending, through_mlps)
     hooks: list[Any] = []
     for port in graph.ports:
         mine = [index - port.first for index in receiving if port.first <= index < port.first + port.count]
         if mine:
             hooks.append((port.name, _given(port, mine, inputs[port.name])))
-    patched = bridge.run_with_hooks(clean, fwd_hooks=hooks)
+    patched = bridge.run_with_hooks(pair[0], fwd_hooks=hooks)
     return float(metric(patched)) - float(metric(one.logits))
 
 
@@ -336,7 +348,7 @@ def _given(port: Port, which: list[int], stream: Tensor) -> Callable[..., Tensor
 def _inputs(
     graph: Graph,
     bridge: TransformerBridge,
-    tokens: Int[Tensor, "batch pos"],
+    prompts: Mapping[str, Any],
     one: SenderOutputs,
     other: SenderOutputs,
     sending: set[int],
@@ -364,7 +376,7 @@ def _inputs(
 
     streams = {port.name: _stream(graph, port) for port in graph.ports}
     hooks += [(name, see) for name in dict.fromkeys(streams.values())]
-    bridge.run_with_hooks(tokens, fwd_hooks=hooks)
+    bridge.run_with_hooks(prompts, fwd_hooks=hooks)
     return {name: seen[stream] for name, stream in streams.items()}
 
 

@@ -28,15 +28,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from adapters.sealed import sealed, unsealed
 from bridge.bridge import TransformerBridge
 from bridge.circuits.edge_runs import Curve, Evaluation, effects_of_edges, evaluations
-from bridge.circuits.graph import Graph, Metric
+from bridge.circuits.graph import Graph, Metric, pairs_of
 from bridge.hooks.arguments import check_choice, refuse_wrong_types
 from bridge.patching.patching import texts_of
+from bridge.run.inputs import Prompts
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What a picture of a circuit says of each node: where it stands, what it attends to, its direct effect.
@@ -51,13 +52,12 @@ def _add_effects(
     facts: Facts,
     graph: Graph,
     bridge: TransformerBridge,
-    clean: Int[Tensor, "batch pos"],
-    corrupted: Int[Tensor, "batch pos"],
+    pair: tuple[dict[str, Any], dict[str, Any]],
     metric: Metric,
 ) -> None:
     """What each sender does to the metric by its own edge to the logits."""
     direct = {f"{name}->logits": name for name in graph.senders if name in facts}
-    effects = effects_of_edges(graph, bridge, clean, corrupted, metric, list(direct), verbose=False)
+    effects = effects_of_edges(graph, bridge, *pair, metric, list(direct), verbose=False)
     for edge, name in direct.items():
         facts[name]["effect"] = float(effects[graph.edge(edge)])
 
@@ -67,7 +67,7 @@ def _add_patterns(
     heads: list[str],
     joins: Sequence[tuple[str, str]],
     bridge: TransformerBridge,
-    clean: Int[Tensor, "batch pos"],
+    clean: dict[str, Any],
 ) -> None:
     """What heads attend to, for them and for their inputs."""
     for name, pattern in _patterns(heads, bridge, clean).items():
@@ -81,10 +81,12 @@ def _name(metric: Metric) -> str:
 
 
 @torch.no_grad()
-def _patterns(heads: list[str], bridge: TransformerBridge, clean: Int[Tensor, "batch pos"]) -> dict[str, Tensor]:
+def _patterns(heads: list[str], bridge: TransformerBridge, clean: dict[str, Any]) -> dict[str, Tensor]:
     """What each head of the circuit attends to in the first prompt."""
     layers = sorted({int(name[1:].split("H")[0]) for name in heads})
-    _, cache = bridge.run_with_cache(clean[:1], names_filter=[f"blocks.{i}.attn.hook_pattern" for i in layers])
+    # With images all rows run: the model alone knows which of them belong to the first.
+    first = {"input_ids": clean["input_ids"][:1]} if len(clean) == 1 else clean
+    _, cache = bridge.run_with_cache(first, names_filter=[f"blocks.{i}.attn.hook_pattern" for i in layers])
     found = {}
     for name in heads:
         layer, head = map(int, name[1:].split("H"))
@@ -223,11 +225,12 @@ class Circuit:
     def evaluate(
         self,
         bridge: TransformerBridge,
-        clean: Int[Tensor, "batch pos"],
-        corrupted: Int[Tensor, "batch pos"],
+        clean: Prompts,
+        corrupted: Prompts,
         metric: Metric,
         ablation: str = "resample",
-        reference: Int[Tensor, "rows length"] | None = None,
+        reference: Prompts | None = None,
+        **model_kwargs: Any,
     ) -> Evaluation:
         """How much of the model's behaviour the circuit has, and how much its complement.
 
@@ -238,10 +241,12 @@ class Circuit:
 
         Args:
             bridge: the bridge.
-            clean, corrupted: pairs of prompts, ``[batch, pos]``.
+            clean, corrupted: pairs of prompts, ``[batch, pos]``, or what a processor gives.
             metric: from logits ``[batch, pos, d_vocab]`` to one number.
             ablation: see above.
             reference: for ``"mean"``: the prompts that the mean is over, ``[rows, pos]``; None: the corrupted ones.
+            model_kwargs: what else the model takes with both prompts of a pair, such as ``pixel_values=``. Where each
+                has its own, and for `reference`, give prompts as a processor gives them.
 
         Raises:
             ValueError: an unknown ablation, prompts of different lengths, a circuit of another model.
@@ -257,7 +262,9 @@ class Circuit:
             >>> found.faithfulness > 0.5
             True
         """
-        return evaluations(self.graph, [self.mask], bridge, clean, corrupted, metric, ablation, reference)[0]
+        return evaluations(
+            self.graph, [self.mask], bridge, clean, corrupted, metric, ablation, reference, model_kwargs
+        )[0]
 
     @refuse_wrong_types
     def save(self, path: str | Path) -> None:
@@ -318,8 +325,8 @@ class Circuit:
     def draw(
         self,
         bridge: TransformerBridge | None = None,
-        clean: Int[Tensor, "batch pos"] | None = None,
-        corrupted: Int[Tensor, "batch pos"] | None = None,
+        clean: Prompts | None = None,
+        corrupted: Prompts | None = None,
         metric: Metric | str = "metric",
         **options: Any,
     ) -> Any:
@@ -331,7 +338,7 @@ class Circuit:
 
         Args:
             bridge: the bridge.
-            clean, corrupted: pairs of prompts, ``[batch, pos]``.
+            clean, corrupted: pairs of prompts, ``[batch, pos]``, or what a processor gives.
             metric: from logits to one number, as for `evaluate`; or its name.
             options: as `bridge.pictures.circuit` takes them.
 
@@ -367,9 +374,10 @@ class Circuit:
                 "give bridge, clean, corrupted and metric, a function of logits, together; or none of them"
             )
         else:
-            _add_effects(facts, graph, bridge, clean, corrupted, metric)
-            _add_patterns(facts, [name for name in self.nodes if "H" in name], joins, bridge, clean)
-            given["tokens"] = texts_of(bridge, clean[0])
+            pair = pairs_of(bridge, clean, corrupted, {})
+            _add_effects(facts, graph, bridge, pair, metric)
+            _add_patterns(facts, [name for name in self.nodes if "H" in name], joins, bridge, pair[0])
+            given["tokens"] = texts_of(bridge, pair[0]["input_ids"][0])
         drawn = {name: pictures.CircuitNode(**known) for name, known in facts.items()}
         return pictures.circuit(edges, **(given | {"nodes": drawn} | options))
 
@@ -544,20 +552,21 @@ SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 def faithfulness_curve(
     scores: EdgeScores,
     bridge: TransformerBridge,
-    clean: Int[Tensor, "batch pos"],
-    corrupted: Int[Tensor, "batch pos"],
+    clean: Prompts,
+    corrupted: Prompts,
     metric: Metric,
     ablation: str = "resample",
     shares: Sequence[float] = SHARES,
     choose: str = "top",
     absolute: bool = True,
-    reference: Int[Tensor, "rows length"] | None = None,
+    reference: Prompts | None = None,
+    **model_kwargs: Any,
 ) -> Curve:
     """The faithfulness of circuits of growing size, whose areas are the benchmark's CPR and CMD.
 
     Args:
         scores: what the circuits are chosen by.
-        bridge, clean, corrupted, metric, ablation, reference: as for `Circuit.evaluate`.
+        bridge, clean, corrupted, metric, ablation, reference, model_kwargs: as for `Circuit.evaluate`.
         shares: parts of all edges, or of all nodes.
         choose: ``"top"`` or ``"greedy"`` edges, or ``"top_nodes"``.
         absolute: as for `EdgeScores.top`.
@@ -578,5 +587,5 @@ def faithfulness_curve(
     whole = len(scores.graph.senders) if choose == "top_nodes" else scores.graph.n_edges
     # The benchmark's code rounds down, and leaves out what is on no way from the embeddings to the logits.
     masks = [pick(int(share * whole), absolute).pruned().mask for share in shares]
-    found = evaluations(scores.graph, masks, bridge, clean, corrupted, metric, ablation, reference)
+    found = evaluations(scores.graph, masks, bridge, clean, corrupted, metric, ablation, reference, model_kwargs)
     return Curve(tuple(shares), tuple(one.faithfulness for one in found))

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from bridge.bridge import TransformerBridge
-from bridge.circuits.graph import Graph, Metric, Port, heads_of, names_of, written, written_in_both
+from bridge.circuits.graph import Graph, Metric, Port, heads_of, names_of, pairs_of, written, written_in_both
 from bridge.hooks.arguments import check_choice
 from bridge.hooks.hooks import HookPoint
+from bridge.hooks.rows import tiled
 from bridge.patching.runs import Edit, Patch, PatchedRuns
+from bridge.run.inputs import Prompts, prompts_with
 
 
 @torch.no_grad()
 def run_with_edges_replaced(
     graph: Graph,
     bridge: TransformerBridge,
-    tokens: Int[Tensor, "batch pos"],
+    prompts: Mapping[str, Any],
     other: Float[Tensor, "sender batch_or_one pos d_model"],
     replaced: Bool[Tensor, "set receiver sender"],
 ) -> Float[Tensor, "set batch pos d_vocab"]:
@@ -35,11 +37,11 @@ def run_with_edges_replaced(
     Args:
         graph: the graph.
         bridge: the bridge.
-        tokens: the prompts, ``[batch, pos]``.
+        prompts: the tokens, ``[batch, pos]``, and what else the model is given, by name.
         other: what replaces the senders, ``[sender, batch, pos, d_model]``, or one row for all.
         replaced: for each set, which edges carry it, ``[set, receiver, sender]``.
     """
-    sets, (batch, length) = len(replaced), tokens.shape
+    sets, (batch, length) = len(replaced), prompts["input_ids"].shape
     weights = (replaced & graph.exists).to(other.device, other.dtype)
     other = other.expand(-1, batch, length, -1)
     change = other.new_zeros(sets, *other.shape)  # of each sender: the other run less this one
@@ -78,7 +80,7 @@ def run_with_edges_replaced(
         hooks += [(name, see) for name in names_of(graph, bridge, layer)]
     used = weights.bool().any(0)
     hooks += [(port.name, reading(port)) for port in graph.ports if used[port.first : port.first + port.count].any()]
-    logits = bridge.run_with_hooks(tokens.repeat(sets, 1), fwd_hooks=hooks)
+    logits = bridge.run_with_hooks(tiled(prompts, sets), fwd_hooks=hooks)
     return logits.unflatten(0, (sets, batch))
 
 
@@ -158,18 +160,19 @@ def evaluations(
     graph: Graph,
     masks: Sequence[Bool[Tensor, "receiver sender"]],
     bridge: TransformerBridge,
-    clean: Int[Tensor, "batch pos"],
-    corrupted: Int[Tensor, "batch pos"],
+    clean: Prompts,
+    corrupted: Prompts,
     metric: Metric,
     ablation: str,
-    reference: Int[Tensor, "rows length"] | None,
+    reference: Prompts | None,
+    model_kwargs: Mapping[str, Any],
 ) -> list[Evaluation]:
     """What several circuits do; see `Circuit.evaluate`.
 
     Args:
         graph: their graph.
         masks: which edges each has.
-        bridge, clean, corrupted, metric, ablation, reference: as there.
+        bridge, clean, corrupted, metric, ablation, reference, model_kwargs: as there.
 
     Raises:
         ValueError: as there.
@@ -177,16 +180,15 @@ def evaluations(
     model_graph = Graph.of(bridge)
     if graph != model_graph:
         raise ValueError(f"the circuit is of {graph}, and this model is {model_graph}")
-    if clean.shape != corrupted.shape:
-        raise ValueError(f"clean tokens are {list(clean.shape)} and corrupted ones {list(corrupted.shape)}")
-    other = _other(graph, bridge, corrupted, ablation, reference)
+    one, two = pairs_of(bridge, clean, corrupted, model_kwargs)
+    other = _other(graph, bridge, two, ablation, reference)
     with torch.no_grad():
-        model = float(metric(bridge(clean)))
-        ablated = float(metric(run_with_edges_replaced(graph, bridge, clean, other, graph.exists[None])[0]))
+        model = float(metric(bridge(one)))
+        ablated = float(metric(run_with_edges_replaced(graph, bridge, one, other, graph.exists[None])[0]))
         found = []
         for mask in masks:
             replaced = torch.stack([graph.exists & ~mask, mask])
-            alone, without = run_with_edges_replaced(graph, bridge, clean, other, replaced)
+            alone, without = run_with_edges_replaced(graph, bridge, one, other, replaced)
             share = int(mask.sum()) / graph.n_edges
             found.append(Evaluation(model, ablated, float(metric(alone)), float(metric(without)), share))
     return found
@@ -195,19 +197,20 @@ def evaluations(
 def _other(
     graph: Graph,
     bridge: TransformerBridge,
-    corrupted: Int[Tensor, "batch pos"],
+    corrupted: Mapping[str, Any],
     ablation: str,
-    reference: Int[Tensor, "rows length"] | None,
+    reference: Prompts | None,
 ) -> Float[Tensor, "sender batch_or_one pos d_model"]:
     """What replaces the senders."""
     check_choice("ablation", ablation, ABLATIONS)
     if reference is not None and ablation != "mean":
         raise ValueError(f"reference prompts are for the mean; the ablation is {ablation!r}")
     if ablation == "mean":
-        tokens = corrupted if reference is None else reference
-        if tokens.shape[1] != corrupted.shape[1]:
-            raise ValueError(f"reference prompts have {tokens.shape[1]} tokens, and these {corrupted.shape[1]}")
-        return written(graph, bridge, tokens).parts.mean(1, keepdim=True)
+        prompts = corrupted if reference is None else prompts_with(bridge, reference, {})
+        lengths = [each["input_ids"].shape[1] for each in (prompts, corrupted)]
+        if lengths[0] != lengths[1]:
+            raise ValueError(f"reference prompts have {lengths[0]} tokens, and these {lengths[1]}")
+        return written(graph, bridge, prompts).parts.mean(1, keepdim=True)
     parts = written(graph, bridge, corrupted).parts
     return parts if ablation == "resample" else torch.zeros_like(parts[:, :1])
 
@@ -221,8 +224,8 @@ def _other(
 def effects_of_edges(
     graph: Graph,
     bridge: TransformerBridge,
-    clean: Int[Tensor, "batch pos"],
-    corrupted: Int[Tensor, "batch pos"],
+    clean: Mapping[str, Any],
+    corrupted: Mapping[str, Any],
     metric: Metric,
     edges: Sequence[str] | None,
     verbose: bool,

@@ -21,6 +21,7 @@ from bridge.analysis.layer_outputs import post_norm
 from bridge.bridge import TransformerBridge
 from bridge.hooks.arguments import refuse_wrong_types
 from bridge.hooks.names import suggestion
+from bridge.run.inputs import Prompts, prompts_with
 
 
 @dataclass(frozen=True)
@@ -410,14 +411,36 @@ def heads_of(
     return results.movedim(-2, 0)
 
 
+def pairs_of(
+    bridge: TransformerBridge, clean: Prompts, corrupted: Prompts, model_kwargs: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Pairs of prompts as runs take them.
+
+    Args:
+        bridge: the bridge.
+        clean, corrupted: what a user gives.
+        model_kwargs: further arguments of the model, for both.
+
+    Raises:
+        ValueError: they differ in shape.
+    """
+    one, other = (prompts_with(bridge, prompts, model_kwargs) for prompts in (clean, corrupted))
+    if one["input_ids"].shape != other["input_ids"].shape:
+        raise ValueError(
+            f"clean tokens are {list(one['input_ids'].shape)} and corrupted ones {list(other['input_ids'].shape)}: "
+            "pairs need one shape, [batch, pos]"
+        )
+    return one, other
+
+
 @torch.no_grad()
-def written(graph: Graph, bridge: TransformerBridge, tokens: Int[Tensor, "batch pos"]) -> SenderOutputs:
+def written(graph: Graph, bridge: TransformerBridge, prompts: Prompts) -> SenderOutputs:
     """Runs a model and takes apart what its senders write.
 
     Args:
         graph: its graph.
         bridge: the bridge.
-        tokens: ``[batch, pos]``.
+        prompts: what runs.
 
     Example:
         >>> from bridge import TransformerBridge
@@ -433,7 +456,7 @@ def written(graph: Graph, bridge: TransformerBridge, tokens: Int[Tensor, "batch 
         names += names_of(graph, bridge, layer)
         if shape.heads:
             names.append(f"blocks.{layer}.hook_attn_out")
-    logits, cache = bridge.run_with_cache(tokens, names_filter=names)
+    logits, cache = bridge.run_with_cache(prompts, names_filter=names)
     embed = cache["blocks.0.hook_resid_pre"]
     parts = embed.new_empty(len(graph.senders), *embed.shape)
     parts[0] = embed
@@ -449,24 +472,19 @@ def written(graph: Graph, bridge: TransformerBridge, tokens: Int[Tensor, "batch 
 
 
 def written_in_both(
-    graph: Graph, bridge: TransformerBridge, clean: Int[Tensor, "batch pos"], corrupted: Int[Tensor, "batch pos"]
+    graph: Graph, bridge: TransformerBridge, clean: Prompts, corrupted: Prompts
 ) -> tuple[SenderOutputs, SenderOutputs]:
     """What the senders write in two runs.
 
     Args:
         graph: the graph.
         bridge: the bridge.
-        clean, corrupted: ``[batch, pos]``.
+        clean, corrupted: the prompts, of one shape.
 
     Raises:
-        ValueError: the prompts differ in shape, or are the same; or the parts do not add up to the stream, so that it
+        ValueError: the prompts are the same; or the parts do not add up to the stream, so that it
             is no plain sum of what the graph's nodes write.
     """
-    if clean.shape != corrupted.shape:
-        raise ValueError(
-            f"clean tokens are {list(clean.shape)} and corrupted ones {list(corrupted.shape)}: pairs need one shape, "
-            "[batch, pos]"
-        )
     one, other = written(graph, bridge, clean), written(graph, bridge, corrupted)
     right = other.end - one.end
     found = (other.parts - one.parts).sum(0)

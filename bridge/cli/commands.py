@@ -1,4 +1,4 @@
-"""What the commands' parsers have in common."""
+"""The commands that write files or text: `generate`, `export`, `harvest`; and the arguments that commands share."""
 
 from __future__ import annotations
 

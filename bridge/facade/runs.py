@@ -149,6 +149,7 @@ class RunMethods(HookMethods, TokenMethods):
             if incl_bwd:
                 recorder.backward(output)
         cache = cache_of_run(recorder.finish(named_one_by_one(names_filter)), self)
+        cache.mixes_adapters = forward_kwargs.get("adapter_names") is not None
         if remove_batch_dim:
             cache.remove_batch_dim()
         if not reset_hooks_end:
@@ -290,6 +291,7 @@ class RunMethods(HookMethods, TokenMethods):
         layers: Sequence[int] | None = None,
         prepend_bos: bool | None = None,
         attention_mask: Int[Tensor, "batch pos"] | None = None,
+        **model_kwargs: Any,
     ) -> lenses.Reading:
         """What each layer would say next: the residual stream before it, and at the end, read as tokens.
 
@@ -299,7 +301,7 @@ class RunMethods(HookMethods, TokenMethods):
             input: a text, several texts, token ids, or tokens ``[pos]`` or ``[batch, pos]``.
             kind: ``"normed"``, through the final norm and the unembedding; ``"raw"``, through the unembedding alone; or
                 a `bridge.lens.TunedLens`.
-            pos_slice, layers, prepend_bos, attention_mask: as for `bridge.lens`.
+            pos_slice, layers, prepend_bos, attention_mask, model_kwargs: as for `bridge.lens`.
 
         Raises:
             ValueError: an unknown kind or layer; a lens for another model.
@@ -311,7 +313,7 @@ class RunMethods(HookMethods, TokenMethods):
             >>> [bridge.to_single_str_token(int(token)) for token in top.tokens[-1, 0, 0, :1]]
             [' Paris']
         """
-        return lenses.lens(self, input, kind, pos_slice, layers, prepend_bos, attention_mask)
+        return lenses.lens(self, input, kind, pos_slice, layers, prepend_bos, attention_mask, **model_kwargs)
 
     # Hook points in a basis of the user's.
 

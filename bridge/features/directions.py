@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -15,15 +15,16 @@ from adapters.architecture import Architecture, Block, Stack, Step
 from adapters.feed_forward import MoE
 from adapters.mixers import Mixer
 from adapters.points import join, module_at
-from adapters.proofs.evidence import places_of
+from adapters.proofs.evidence import places_of as steps_of
 from adapters.views import constant_of
 from adapters.weights import Weights
 from bridge.bridge import TransformerBridge
 from bridge.hooks.arguments import check_choice, refuse_wrong_types
 from bridge.hooks.context import without_hooks
 from bridge.hooks.hooks import HookPoint
-from bridge.hooks.rows import mask_of_ends
+from bridge.hooks.rows import mask_of_ends, places_of
 from bridge.interventions import ProjectOut
+from bridge.run.inputs import Prompts, prompts_with
 from weight_processing.parts import ProcessedParts, precise
 from weight_processing.saving import untie
 
@@ -50,8 +51,8 @@ class Direction:
 @refuse_wrong_types
 def direction(
     bridge: TransformerBridge,
-    positives: Int[Tensor, "n pos"] | Sequence[str],
-    negatives: Int[Tensor, "m pos2"] | Sequence[str],
+    positives: Prompts | Sequence[str],
+    negatives: Prompts | Sequence[str],
     point: str | HookPoint,
     how: How = "mean",
     *,
@@ -64,7 +65,7 @@ def direction(
 
     Args:
         bridge: the bridge.
-        positives, negatives: the prompts, as texts or tokens, of any lengths.
+        positives, negatives: the prompts, as texts or tokens, of any lengths, or what a processor gives.
         point: the hook point, of ``[batch, pos, d]``.
         how: ``"mean"``, the difference of the means (Marks and Tegmark 2023); ``"pca"``, the first principal component
             of both together (Zou et al. 2023); ``"probe"``, the weights of a logistic regression (scikit-learn's).
@@ -94,11 +95,15 @@ def direction(
         (torch.Size([128]), 1.0)
     """
     check_choice("how", how, ("mean", "pca", "probe"))
-    if min(len(positives), len(negatives)) < 4:
-        raise ValueError(f"there are {len(positives)} positives and {len(negatives)} negatives: each set needs four")
     (hook,) = bridge.select_hooks(point)
+    if len(hook.point.axes.split()) != 3:
+        raise ValueError(f"{hook.name} has the axes [{hook.point.axes}]; a direction is of [batch, pos, d]")
     sets = zip((positives, negatives), attention_mask, strict=True)
-    both = [_at(bridge, prompts, mask, hook, position) for prompts, mask in sets]
+    told = [_told(bridge, prompts, mask) for prompts, mask in sets]
+    one, other = (len(prompts["input_ids"]) for prompts in told)
+    if min(one, other) < 4:
+        raise ValueError(f"there are {one} positives and {other} negatives: each set needs four")
+    both = [_at(bridge, prompts, hook, position) for prompts in told]
     acts, labels = torch.cat(both), torch.cat([torch.ones(len(both[0])), torch.zeros(len(both[1]))]).bool()
     generator = torch.Generator().manual_seed(seed)
     vector, accuracy = _found(acts, labels, how, held_out, generator)
@@ -108,29 +113,24 @@ def direction(
     return Direction(vector.to(both[0].dtype), hook.name, accuracy, shuffled)
 
 
-@torch.no_grad()
-def _at(
-    bridge: TransformerBridge, prompts: Tensor | Sequence[str], mask: Tensor | None, hook: HookPoint, position: int
-) -> Tensor:
-    """The activation of each prompt at a position of its own tokens."""
-    if len(hook.point.axes.split()) != 3:
-        raise ValueError(f"{hook.name} has the axes [{hook.point.axes}]; a direction is of [batch, pos, d]")
-    if not isinstance(prompts, Tensor):
+def _told(bridge: TransformerBridge, prompts: Prompts | Sequence[str], mask: Tensor | None) -> dict[str, Any]:
+    """Prompts as tokens, and what else the model takes: which are padding, unless all of them count."""
+    if not isinstance(prompts, Tensor | Mapping):
         batch = bridge.batch_of(list(prompts))
         prompts, mask = batch.tokens, batch.mask
-    elif mask is None:
+    elif mask is None and isinstance(prompts, Tensor):
         tokenizer = bridge.tokenizer
         pad = bridge.core.config.get_text_config().pad_token_id if tokenizer is None else bridge.tokenizer_facts.pad
         mask = mask_of_ends(prompts, pad)
-    _, cache = bridge.run_with_cache(prompts, names_filter=hook, attention_mask=mask)
+    return prompts_with(bridge, prompts, {"attention_mask": mask})
+
+
+@torch.no_grad()
+def _at(bridge: TransformerBridge, prompts: dict[str, Any], hook: HookPoint, position: int) -> Tensor:
+    """The activation of each prompt at a position of its own tokens."""
+    _, cache = bridge.run_with_cache(prompts, names_filter=hook)
     act = cache[hook.name]
-    real = torch.ones(act.shape[:2], dtype=torch.bool) if mask is None else mask.bool().cpu()
-    size = real.sum(-1)
-    if not bool(((size > position) & (size >= -position)).all()):
-        raise ValueError(f"position is {position}, and the shortest prompt has {int(size.min())} tokens")
-    wanted = position if position >= 0 else size[:, None] + position
-    at = ((real.cumsum(-1) - 1 == wanted) & real).long().argmax(-1)
-    return act[torch.arange(len(act)), at.to(act.device)]
+    return act[torch.arange(len(act)), places_of(prompts.get("attention_mask"), position, act.shape)]
 
 
 def _found(acts: Tensor, labels: Tensor, how: How, held_out: float, generator: torch.Generator) -> tuple[Tensor, float]:
@@ -184,7 +184,7 @@ def written_points(bridge: TransformerBridge) -> list[str]:
         ['hook_embed', 'blocks.0.hook_attn_out', 'blocks.0.hook_mlp_out']
     """
     found = [name for stack in bridge.architecture.stacks for name in _beginning(bridge, stack)]
-    for place in places_of(bridge):
+    for place in steps_of(bridge):
         stack, step = place.stack, place.named.step
         if place.layer in stack.block_inputs:
             found.append(f"{place.prefix}hook_resid_pre")
@@ -303,7 +303,7 @@ def _writers(bridge: TransformerBridge) -> dict[str, Callable[[], Tensor]]:
     for name, path in tables.items():
         if name in writers and path:
             writers[name] = partial(_of, bridge.weights.module(path), "weight")
-    for place in places_of(bridge):
+    for place in steps_of(bridge):
         part = place.named.step.part
         if isinstance(part, Mixer) and part.modules:
             last = module_at(bridge.original_model, join(place.path, part.path, part.modules[-1][0]))

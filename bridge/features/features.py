@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -36,18 +37,20 @@ from bridge.circuits.edge_runs import ABLATIONS, Evaluation
 from bridge.circuits.graph import Metric
 from bridge.hooks.arguments import check_choice, check_positive, refuse_wrong_types
 from bridge.hooks.hooks import HookPoint
+from bridge.run.inputs import Prompts, prompts_with
 
 
 @refuse_wrong_types
 def feature_attribution(
     bridge: TransformerBridge,
-    tokens: Int[Tensor, "batch pos"],
+    tokens: Prompts,
     metric: Metric,
     point: str | HookPoint,
     *,
     baseline: Float[Tensor, "..."] | None = None,
     steps: int = 1,
     attention_mask: Int[Tensor, "batch pos"] | None = None,
+    **model_kwargs: Any,
 ) -> Float[Tensor, "batch pos *features"]:
     """How much each feature, or each entry of any activation, adds to a metric.
 
@@ -57,12 +60,13 @@ def feature_attribution(
 
     Args:
         bridge: the bridge, in evaluation mode.
-        tokens: ``[batch, pos]``.
+        tokens: ``[batch, pos]``, or what a processor gives.
         metric: from logits ``[batch, pos, d_vocab]`` to one number.
         point: the hook point, such as one in a basis.
         baseline: what the features are compared with, of their shape, or one row; None: zeros.
         steps: how many runs the mean is of; the midpoints of as many parts of the way.
         attention_mask: 1 for tokens and 0 for padding.
+        model_kwargs: what else the model takes with them, such as ``pixel_values=``.
 
     Returns:
         The shape of the activation.
@@ -83,8 +87,9 @@ def feature_attribution(
     check_positive("steps", steps)
     refuse_training(bridge)
     (hook,) = bridge.select_hooks(point)
+    prompts = prompts_with(bridge, tokens, {"attention_mask": attention_mask, **model_kwargs})
     with torch.no_grad():
-        _, cache = bridge.run_with_cache(tokens, names_filter=hook, attention_mask=attention_mask)
+        _, cache = bridge.run_with_cache(prompts, names_filter=hook)
     act = dense(cache[hook.name])
     start = torch.zeros_like(act) if baseline is None else baseline.to(act)
     if start.shape not in (act.shape, act.shape[1:]):
@@ -94,9 +99,7 @@ def feature_attribution(
     for share in shares:
         leaf = (start + share * (act - start)).requires_grad_()
         with torch.enable_grad():
-            logits = bridge.run_with_hooks(
-                tokens, fwd_hooks=[(hook, lambda act, hook, leaf=leaf: leaf)], attention_mask=attention_mask
-            )
+            logits = bridge.run_with_hooks(prompts, fwd_hooks=[(hook, lambda act, hook, leaf=leaf: leaf)])
             (gradient,) = torch.autograd.grad(metric(logits), leaf)
         total += gradient
     return total / steps * (act - start)
@@ -204,13 +207,14 @@ def _to_the_stream(cache: ActivationCache, base: str, hook: HookPoint, written: 
 @refuse_wrong_types
 def evaluate_features(
     bridge: TransformerBridge,
-    clean: Int[Tensor, "batch pos"],
+    clean: Prompts,
     metric: Metric,
     kept: Mapping[str, Bool[Tensor, "..."]],
     *,
     ablation: str = "zero",
-    corrupted: Int[Tensor, "rows pos"] | None = None,
+    corrupted: Prompts | None = None,
     attention_mask: Int[Tensor, "batch pos"] | None = None,
+    **model_kwargs: Any,
 ) -> Evaluation:
     """What the model does with some features alone, and without them (Marks et al. 2024, "Sparse Feature Circuits").
 
@@ -218,14 +222,15 @@ def evaluate_features(
 
     Args:
         bridge: the bridge.
-        clean: the prompts.
+        clean: the prompts, ``[batch, pos]``, or what a processor gives.
         metric: from logits ``[batch, pos, d_vocab]`` to one number.
         kept: of each hook point, which of its features belong to the circuit: ``[*features]``, at every position, or
             ``[pos, *features]``.
         ablation: what replaces the others: ``"zero"``; ``"mean"``, the mean of `corrupted` at each position;
             ``"resample"``, what `corrupted` has there, row by row.
-        corrupted: other prompts, of as many positions.
+        corrupted: other prompts, of as many positions, likewise.
         attention_mask: of `clean`, 1 for tokens and 0 for padding.
+        model_kwargs: what else the model takes with `clean`, such as ``pixel_values=``.
 
     Returns:
         The metric of the model, without any of these features, of the circuit, of all others; and the faithfulness.
@@ -250,36 +255,37 @@ def evaluate_features(
     if not kept:
         raise ValueError("no hook point is named: there are no features to keep")
     check_choice("ablation", ablation, ABLATIONS)
-    rows = None if corrupted is None else len(corrupted)
-    if (rows is None) != (ablation == "zero") or (ablation == "resample" and rows not in (1, len(clean))):
-        raise ValueError(
-            f'{rows or "no"} corrupted prompts do not fit {len(clean)} clean ones and ablation="{ablation}"'
-        )
-    if corrupted is not None and corrupted.shape[1] != clean.shape[1]:
-        raise ValueError(f"clean prompts have {clean.shape[1]} positions and corrupted ones {corrupted.shape[1]}")
+    prompts = prompts_with(bridge, clean, {"attention_mask": attention_mask, **model_kwargs})
+    count, length = prompts["input_ids"].shape
+    other = None if corrupted is None else prompts_with(bridge, corrupted, {})
+    rows, width = (None, length) if other is None else other["input_ids"].shape
+    if (rows is None) != (ablation == "zero") or (ablation == "resample" and rows not in (1, count)):
+        raise ValueError(f'{rows or "no"} corrupted prompts do not fit {count} clean ones and ablation="{ablation}"')
+    if width != length:
+        raise ValueError(f"clean prompts have {length} positions and corrupted ones {width}")
     hooks = {bridge.select_hooks(name)[0]: mask.to(bridge.cfg.device) for name, mask in kept.items()}
     with torch.no_grad():
-        others = _others(bridge, list(hooks), ablation, corrupted)
+        others = _others(bridge, list(hooks), ablation, other)
         sizes: list[tuple[int, int]] = []
 
         def run(which: Callable[[Tensor], Tensor]) -> float:
-            given = [(hook, _keep(which(mask), others.get(hook.name), sizes)) for hook, mask in hooks.items()]
-            return float(metric(bridge.run_with_hooks(clean, fwd_hooks=given, attention_mask=attention_mask)))
+            edits = [(hook, _keep(which(mask), others.get(hook.name), sizes)) for hook, mask in hooks.items()]
+            return float(metric(bridge.run_with_hooks(prompts, fwd_hooks=edits)))
 
         circuit = run(lambda mask: mask)
         share = sum(size for size, _ in sizes) / sum(size for _, size in sizes)
         without = run(torch.logical_not)
         ablated = run(torch.zeros_like)
-        return Evaluation(float(metric(bridge(clean, attention_mask=attention_mask))), ablated, circuit, without, share)
+        return Evaluation(float(metric(bridge(prompts))), ablated, circuit, without, share)
 
 
 def _others(
-    bridge: TransformerBridge, hooks: list[HookPoint], ablation: str, corrupted: Tensor | None
+    bridge: TransformerBridge, hooks: list[HookPoint], ablation: str, other: dict[str, Any] | None
 ) -> dict[str, Tensor]:
     """What replaces features; nothing for zeros."""
-    if corrupted is None:
+    if other is None:
         return {}
-    _, cache = bridge.run_with_cache(corrupted, names_filter=[hook.name for hook in hooks])
+    _, cache = bridge.run_with_cache(other, names_filter=[hook.name for hook in hooks])
     found = {hook.name: dense(cache[hook.name]) for hook in hooks}
     return {name: act.mean(0, keepdim=True) for name, act in found.items()} if ablation == "mean" else found
 

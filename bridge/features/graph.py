@@ -18,6 +18,7 @@ from bridge.bases.bases import takes_over, written_later
 from bridge.bridge import TransformerBridge
 from bridge.hooks.arguments import check_positive, refuse_wrong_types
 from bridge.hooks.hooks import HookPoint
+from bridge.run.inputs import Prompts, prompts_with
 
 #: What begins the residual stream.
 _BEGINNINGS = ("hook_embed", "hook_pos_embed")
@@ -176,12 +177,13 @@ def _column(node: Node, n_layers: int) -> tuple[int, str]:
 @refuse_wrong_types
 def attribution_graph(
     bridge: TransformerBridge,
-    tokens: Int[Tensor, "1 pos"],
+    tokens: Prompts,
     points: Sequence[str],
     *,
     logits: Int[Tensor, " logit"] | int = 3,
     without_positions: Sequence[int] = (),
     together: int = 64,
+    **model_kwargs: Any,
 ) -> AttributionGraph:
     """What features, errors, tokens and logits send each other, in the local replacement model of a prompt.
 
@@ -200,13 +202,14 @@ def attribution_graph(
 
     Args:
         bridge: the bridge, in evaluation mode.
-        tokens: one prompt, ``[1, pos]``.
+        tokens: one prompt, ``[1, pos]``, or what a processor gives.
         points: hook points in a basis, as `add_basis` returned them or by name: transcoders, or SAEs on the stream, on
             what is added to it, on `attn.hook_z` or on `mlp.hook_post`.
         logits: the tokens whose logits, at the last position, are nodes; or how many of the likeliest.
         without_positions: positions at which features and errors are no nodes (the first, as a rule, where features
             mean little). They still do what they did in the run.
         together: how many rows are computed at once.
+        model_kwargs: what else the model takes with it, such as ``pixel_values=``.
 
     Returns:
         The graph.
@@ -236,16 +239,17 @@ def attribution_graph(
     """
     refuse_training(bridge)
     bases = _checked_bases(bridge, points)
-    length = tokens.shape[1]
+    prompt = prompts_with(bridge, tokens, model_kwargs)
+    length = prompt["input_ids"].shape[1]
     kept = torch.ones(length, dtype=torch.bool, device=bridge.cfg.device)
     kept[list(without_positions)] = False
     with torch.no_grad():
-        plain = bridge(tokens)[0, -1].float()
+        plain = bridge(prompt)[0, -1].float()
     shares = plain.softmax(-1)
     chosen = shares.topk(logits).indices if isinstance(logits, int) else logits.to(shares.device)
-    with bridge.linearised(tokens), torch.enable_grad():
-        _refuse_what_is_not_linear(bridge, tokens)
-        return _ReplacementRun(bridge, tokens, bases, kept).graph(chosen, shares[chosen], together)
+    with bridge.linearised(prompt), torch.enable_grad():
+        _refuse_what_is_not_linear(bridge, prompt)
+        return _ReplacementRun(bridge, prompt, bases, kept).graph(chosen, shares[chosen], together)
 
 
 def _checked_bases(bridge: TransformerBridge, points: Sequence[str]) -> list[HookPoint]:
@@ -283,7 +287,7 @@ def _uncapped(bridge: TransformerBridge, logits: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _refuse_what_is_not_linear(bridge: TransformerBridge, tokens: Tensor) -> None:
+def _refuse_what_is_not_linear(bridge: TransformerBridge, prompt: dict[str, Any]) -> None:
     """Refuses a model whose stream, patterns and factors held, bends where what begins it is once, twice, three times.
 
     Raises:
@@ -291,11 +295,11 @@ def _refuse_what_is_not_linear(bridge: TransformerBridge, tokens: Tensor) -> Non
     """
     streams = [name for name in bridge.hook_dict if name.endswith((".hook_resid_mid", ".hook_resid_post"))]
     found: list[dict[str, Tensor]] = []
-    with bridge.linearised(tokens, freeze=("mlp_out",)):
+    with bridge.linearised(prompt, freeze=("mlp_out",)):
         for times in (1, 2, 3):
             larger = [(name, lambda act, hook, times=times: act * times) for name in _beginnings(bridge)]
             with bridge.hooks(fwd_hooks=larger):
-                logits, cache = bridge.run_with_cache(tokens, names_filter=streams)
+                logits, cache = bridge.run_with_cache(prompt, names_filter=streams)
             found.append({**cache, "the logits": _uncapped(bridge, logits.float())})
     for name in found[0]:
         one, two, three = (run[name] for run in found)
@@ -321,12 +325,14 @@ class _ReplacementRun:
 
     Args:
         bridge: the bridge; patterns and factors are held already.
-        tokens: ``[1, pos]``.
+        prompt: the tokens, ``[1, pos]``, and what else the model is given with them.
         bases: the hook points in a basis.
         kept: the positions at which features and errors are nodes.
     """
 
-    def __init__(self, bridge: TransformerBridge, tokens: Tensor, bases: Sequence[HookPoint], kept: Tensor) -> None:
+    def __init__(
+        self, bridge: TransformerBridge, prompt: dict[str, Any], bases: Sequence[HookPoint], kept: Tensor
+    ) -> None:
         self.bridge, self.kept = bridge, kept
         self.features: list[_Source] = []
         self.errors: list[_Source] = []
@@ -344,7 +350,7 @@ class _ReplacementRun:
         later = [follower.name.rpartition(".")[0] for hook in bases for follower in hook.point.linked]
         for name in dict.fromkeys([*by_point, *later, *mlps]):
             hooks.append((name, self._replace(by_point.get(name), written_later(name, bases, bridge.hook_dict))))
-        made = _uncapped(bridge, bridge.run_with_hooks(tokens, fwd_hooks=hooks)[0, -1].float())
+        made = _uncapped(bridge, bridge.run_with_hooks(prompt, fwd_hooks=hooks)[0, -1].float())
         self.logits = made - made.mean()
 
     def _begin(self, act: Tensor, hook: HookPoint) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -17,18 +18,21 @@ from bridge.bases.bases import Rotation
 from bridge.bridge import TransformerBridge
 from bridge.hooks.arguments import refuse_wrong_types
 from bridge.hooks.hooks import HookPoint
+from bridge.hooks.rows import places_of
+from bridge.run.inputs import Prompts, prompts_with
 
 
 @refuse_wrong_types
 def interchange(
     bridge: TransformerBridge,
-    base: Int[Tensor, "batch pos"],
-    source: Int[Tensor, "rows source_pos"],
+    base: Prompts,
+    source: Prompts,
     point: str | HookPoint,
     *,
     position: int | None = None,
     source_position: int | None = None,
     features: Int[Tensor, " n"] | None = None,
+    **model_kwargs: Any,
 ) -> Float[Tensor, "batch pos d_vocab"]:
     """The logits of prompts that run with coordinates of other prompts (Geiger et al. 2021, "Causal Abstractions").
 
@@ -37,12 +41,14 @@ def interchange(
 
     Args:
         bridge: the bridge.
-        base: the prompts that run.
-        source: the prompts whose coordinates they get.
+        base: the prompts that run, ``[batch, pos]``, or what a processor gives.
+        source: the prompts whose coordinates they get, likewise.
         point: the hook point, such as one in a basis.
-        position: where; None: at all positions, of which both have as many.
+        position: where, among the tokens of each row (-1 is its last one); None: at all, of which both have as many.
         source_position: where in the source; None: at `position`.
         features: which coordinates; None: all.
+        model_kwargs: what else the model takes with both, such as ``pixel_values=``. Where each has its own, such as an
+            ``attention_mask``, give prompts as a processor gives them.
 
     Returns:
         ``[batch, pos, d_vocab]``.
@@ -61,31 +67,38 @@ def interchange(
         >>> bool((logits - bridge(source)).abs().max() < 1e-3)
         True
     """
-    if len(source) not in (1, len(base)):
-        raise ValueError(f"source has {len(source)} rows and base {len(base)}: give one for each, or one for all")
-    if position is None and source.shape[1] != base.shape[1]:
-        raise ValueError(
-            f"source has {source.shape[1]} positions and base {base.shape[1]}: give position, or prompts of one length"
-        )
+    one, other = (prompts_with(bridge, each, model_kwargs) for each in (base, source))
+    (rows, length), (sources, width) = (prompts["input_ids"].shape for prompts in (one, other))
+    if sources not in (1, rows):
+        raise ValueError(f"source has {sources} rows and base {rows}: give one for each, or one for all")
+    if position is None and width != length:
+        raise ValueError(f"source has {width} positions and base {length}: give position, or prompts of one length")
     (hook,) = bridge.select_hooks(point)
     with torch.no_grad():
-        _, cache = bridge.run_with_cache(source, names_filter=hook)
+        _, cache = bridge.run_with_cache(other, names_filter=hook)
     found = dense(cache[hook.name])
     at = position if source_position is None else source_position
-    given = found if at is None else found[:, at]
+    given = found if at is None else _read(found, places_of(other.get("attention_mask"), at, found.shape))
+    where = None if position is None else places_of(one.get("attention_mask"), position, (rows, length))
 
     def put(act: Tensor, hook: HookPoint) -> Tensor:
-        here = act if position is None else act[:, position]
+        here = act if where is None else _read(act, where)
         there = given.to(act).expand_as(here)
         new = there if features is None else here.index_copy(-1, features, there[..., features])
-        return new if position is None else _with_position(act, position, new)
+        return new if where is None else _written(act, where, new)
 
-    return bridge.run_with_hooks(base, fwd_hooks=[(hook, put)])
+    return bridge.run_with_hooks(one, fwd_hooks=[(hook, put)])
 
 
-def _with_position(act: Tensor, position: int, new: Tensor) -> Tensor:
-    at = torch.arange(act.shape[1], device=act.device) == position % act.shape[1]
-    return torch.where(at.view(1, -1, *[1] * (act.ndim - 2)), new.unsqueeze(1), act)
+def _read(act: Tensor, places: Tensor) -> Tensor:
+    """Each row's activation at a place of its own."""
+    return act[torch.arange(len(act), device=act.device), places.to(act.device)]
+
+
+def _written(act: Tensor, places: Tensor, new: Tensor) -> Tensor:
+    """An activation with another at a place of each row."""
+    at = torch.arange(act.shape[1], device=act.device) == places.to(act.device)[:, None]
+    return torch.where(at.view(*act.shape[:2], *[1] * (act.ndim - 2)), new.unsqueeze(1), act)
 
 
 @dataclass(frozen=True, repr=False)
@@ -115,8 +128,8 @@ class RotationFit:
 @refuse_wrong_types
 def fit_rotation(
     bridge: TransformerBridge,
-    base: Int[Tensor, "batch pos"],
-    source: Int[Tensor, "batch source_pos"],
+    base: Prompts,
+    source: Prompts,
     labels: Int[Tensor, " batch"],
     point: str | HookPoint,
     *,
@@ -130,6 +143,7 @@ def fit_rotation(
     held_out: float = 0.25,
     seed: int = 0,
     controls: bool = True,
+    **model_kwargs: Any,
 ) -> RotationFit:
     """Learns the subspace of an activation that carries a variable (distributed alignment search, Geiger et al. 2023).
 
@@ -138,16 +152,17 @@ def fit_rotation(
 
     Args:
         bridge: the bridge, in evaluation mode.
-        base, source: pairs of prompts.
-        labels: the token that is right after the interchange, at the last position.
+        base, source: pairs of prompts, ``[batch, pos]``, or what a processor gives.
+        labels: the token that is right after the interchange, behind the last token.
         point: the hook point, of ``[batch, pos, d]``.
         dimension: of the subspace.
-        position, source_position: where coordinates are put, and taken (None: at `position`).
+        position, source_position: where coordinates are put, and taken (None: at `position`), among each row's tokens.
         among: the tokens that an answer is chosen from; None: all.
         steps, batch_size, lr: of the search, by Adam.
         held_out: the share of the pairs that the search does not see.
         seed: of the split, the batches and the beginning.
         controls: search also where there is nothing to be found: about twice the time.
+        model_kwargs: as for `interchange`, with an entry for each row: they are chosen with their rows.
 
     Returns:
         The subspace, its accuracy on the held-out pairs, and the controls' accuracies.
@@ -169,14 +184,15 @@ def fit_rotation(
         >>> fit.rotation.columns.shape
         torch.Size([128, 8])
     """
-    n = len(base)
-    if not len(source) == len(labels) == n:
-        raise ValueError(f"there are {n} base prompts, {len(source)} source prompts and {len(labels)} labels")
+    one, other = (prompts_with(bridge, each, model_kwargs) for each in (base, source))
+    n, sources = len(one["input_ids"]), len(other["input_ids"])
+    if not sources == len(labels) == n:
+        raise ValueError(f"there are {n} base prompts, {sources} source prompts and {len(labels)} labels")
     refuse_training(bridge)
     tested = round(n * held_out)
     if not 0 < tested < n:
         raise ValueError(f"of {n} pairs {tested} are held out: there must be some to train with, and some to test with")
-    search = _Alignment(base, source, labels, point, dimension, position, source_position, among)
+    search = _Alignment(one, other, labels, point, dimension, position, source_position, among)
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(n, generator=generator)
     train, test = order[tested:], order[:tested]
@@ -202,8 +218,8 @@ class _Alignment:
 
     def __init__(
         self,
-        base: Tensor,
-        source: Tensor,
+        base: dict[str, Any],
+        source: dict[str, Any],
         labels: Tensor,
         point: str | HookPoint,
         dimension: int,
@@ -212,9 +228,14 @@ class _Alignment:
         among: Tensor | None,
     ) -> None:
         self.base, self.source, self.dimension, self.among = base, source, dimension, among
+        shape, n = base["input_ids"].shape, len(labels)
+        for name, value in base.items():
+            if not isinstance(value, Tensor | list) or len(value) != n:
+                raise ValueError(f"{name} has no entry for each of the {n} prompts, which are chosen from")
         self.name = point if isinstance(point, str) else point.name
-        self.position = position
-        self.source_position = position if source_position is None else source_position
+        self.last, self.places = (places_of(base.get("attention_mask"), at, shape) for at in (-1, position))
+        there = position if source_position is None else source_position
+        self.source_places = places_of(source.get("attention_mask"), there, source["input_ids"].shape)
         self.wanted = labels
         if among is not None:
             places = (labels[:, None] == among[None].to(labels)).int()
@@ -231,7 +252,7 @@ class _Alignment:
             (act,) = cache.values()
             if act.ndim != 3:
                 raise ValueError(f"{self.name} has the shape {list(act.shape)}; a subspace is of [batch, pos, d]")
-            self._sources[bridge] = act[:, self.source_position]
+            self._sources[bridge] = _read(act, self.source_places)
         return self._sources[bridge]
 
     def new(self, bridge: TransformerBridge, generator: torch.Generator) -> Rotation:
@@ -241,18 +262,21 @@ class _Alignment:
 
     def answers(self, bridge: TransformerBridge, rotation: Rotation | None, rows: Tensor) -> Float[Tensor, "rows n"]:
         """The logits at the last position after the interchange; without a rotation, without one."""
-        rows = rows.to(self.base.device)
-        if rotation is None:
-            logits = bridge(self.base[rows])[:, -1]
-        else:
-            there = self.source_of(bridge)[rows]
+        chosen = rows.tolist()
+        base: dict[str, Any] = {
+            name: [value[row] for row in chosen] if isinstance(value, list) else value[chosen]
+            for name, value in self.base.items()
+        }
+        hooks = []
+        if rotation is not None:
+            there, places = self.source_of(bridge)[chosen], self.places[chosen]
 
             def put(act: Tensor, hook: HookPoint) -> Tensor:
-                here = act[:, self.position]
-                change = rotation.decode(rotation.encode(there) - rotation.encode(here))
-                return _with_position(act, self.position, here + change)
+                here = _read(act, places)
+                return _written(act, places, here + rotation.decode(rotation.encode(there) - rotation.encode(here)))
 
-            logits = bridge.run_with_hooks(self.base[rows], fwd_hooks=[(self.name, put)])[:, -1]
+            hooks = [(self.name, put)]
+        logits = _read(bridge.run_with_hooks(base, fwd_hooks=hooks), self.last[chosen])
         return logits if self.among is None else logits[:, self.among.to(logits.device)]
 
     def train(

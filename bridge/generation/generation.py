@@ -254,6 +254,7 @@ def generate(bridge: RunnableBridge, input: Input, options: GenerationOptions, p
         behind = result is not None and not as_text and not options.output_logits and prompt.to_the_right
         values = recorder.given_back(values, prompt.rows, behind)
         extras.append(ActivationCache(values, bridge))
+        extras[0].mixes_adapters = arguments.get("adapter_names") is not None
     if options.return_input_tokens:
         extras.append(prompt.tokens)
     return (result, *extras) if extras else result

@@ -29,7 +29,7 @@ from bridge.hooks.arguments import check_choice, check_types
 from bridge.hooks.context import Generation
 from bridge.hooks.names import NamesFilter, suggestion
 from bridge.hooks.rows import BatchRows, Side, check_said, check_zero_or_one
-from bridge.run.inputs import TAKEN_BY, Input, RunnableBridge, embeddings_given
+from bridge.run.inputs import TAKEN_BY, Input, RunnableBridge, added_around, embeddings_given
 from bridge.run.tokenization import (
     HasTokenizer,
     TextOptions,
@@ -413,7 +413,7 @@ def _check_known(bridge: RunnableBridge, more: Arguments) -> None:
     known = set(vars(GenerationConfig()))
     own: Any = type(bridge.core)  # of which `check_generates` has seen that it generates
     known |= set(inspect.signature(own.generate).parameters)
-    known |= accepted_arguments(type(bridge.core).forward)
+    known |= accepted_arguments(type(bridge.core).forward) | added_around(bridge.original_model)
     known -= {"self", "inputs", "kwargs", "generation_config", "input_ids", "inputs_embeds"}
     for name in more:
         if name == "generation_config":

@@ -111,23 +111,25 @@ class HookPoint(NamedPoint):
         """The functions of gradients that were added to it, by their handles."""
         return [Handle(self, listener, self._attaches) for listener in self.listeners if listener.kind == "bwd"]
 
+    # Runs of other threads come by at every moment: no listener of theirs may be missing at any, and what is done with
+    # an activation has to fit all listeners that may be met. So that comes first, and goes last.
+
     def add_listener(self, listener: Listener, prepend: bool = False) -> None:
         """Adds a listener, and chooses what is done with an activation while it is there."""
+        self._path = self._path_for((listener, *self.listeners))
         self.listeners = (listener, *self.listeners) if prepend else (*self.listeners, listener)
-        if listener.kind in ("bwd", "edge"):
-            self._path = HookPoint._edit_with_gradients
-        elif listener.kind != "read" and self._path is HookPoint._read:
-            self._path = HookPoint._edit
 
     def keep_listeners(self, left: Iterable[Listener]) -> None:
         """Takes all listeners away but these."""
-        self.listeners, self._path = (), HookPoint._read
-        kept = tuple(left)
-        if not kept:
-            return
-        for one in {listener.kind: listener for listener in kept}.values():  # the path depends on their kinds
-            self.add_listener(one)
-        self.listeners = kept
+        self.listeners = tuple(left)
+        self._path = self._path_for(self.listeners)
+
+    @staticmethod
+    def _path_for(listeners: tuple[Listener, ...]) -> Callable[[HookPoint, Tensor, Call, bool, View], Tensor]:
+        kinds = {listener.kind for listener in listeners}
+        if kinds & {"bwd", "edge"}:
+            return HookPoint._edit_with_gradients
+        return HookPoint._edit if kinds - {"read"} else HookPoint._read
 
     def layer(self) -> int:
         """The index of the block that the hook point belongs to.

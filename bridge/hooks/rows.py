@@ -27,18 +27,10 @@ _ALONG_TOKENS = frozenset((
     "bbox", "image_attention_mask", "cross_attention_mask", "image_embeds_position_mask", "global_attention_mask",
     "visual_pos_masks", "images_seq_mask", "vision_mask", "inputs_mask", "input_type_ids",
 ))  # fmt: skip
-#: How the names of arguments begin, or end, that go along something else.
-_ALONG_OTHERS = (
-    "pixel",
-    "image",
-    "video",
-    "audio",
-    "feature",
-    "input_features",
-    "input_values",
-    "decoder_",
-    "encoder_",
-)
+#: How the names of arguments begin that are images or sound, or go along them.
+OF_IMAGES_AND_SOUND = ("pixel", "image", "video", "audio", "feature", "input_features", "input_values")
+#: Arguments that have an entry for each row, and that any layer is given.
+OF_ROWS = ("attention_mask", "adapter_names")
 #: What rows are counted by, the surest first.
 _ROWS_OF = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
 #: Methods of models that put padding behind their rows themselves; else what is added is a learned prompt, in front.
@@ -133,7 +125,9 @@ class BatchRows:
             return False
         if name in _ALONG_TOKENS:
             return tuple(value.shape[-2:] if name == "position_ids" else value.shape[:2]) == tuple(self.order.shape)
-        if tuple(value.shape[:2]) == tuple(self.order.shape) and not name.startswith(_ALONG_OTHERS):
+        if tuple(value.shape[:2]) == tuple(self.order.shape) and not name.startswith(
+            (*OF_IMAGES_AND_SOUND, "decoder_", "encoder_")
+        ):
             raise ValueError(
                 f"padding has to be moved to the other side of each row here, and {name} has the shape of the tokens: "
                 "whether it goes along them is not known. Pad on the other side yourself, or give rows of one length"
@@ -313,6 +307,47 @@ def around_blocks(model: nn.Module, core: nn.Module, block_paths: Sequence[str])
         yield (module := waiting.pop())
         inside = [child for child in module._modules.values() if child is not None]
         waiting += [child for child in reversed(inside) if not (isinstance(child, nn.ModuleList) and child in left_out)]
+
+
+def tiled(arguments: Mapping[str, Any], times: int) -> dict[str, Any]:
+    """A model's arguments for a batch in which all rows come several times, one batch behind the other.
+
+    Images and sound lie in the order of the rows that they belong to, so the same holds for them, whatever one is.
+
+    Args:
+        arguments: by name.
+        times: how many times.
+    """
+
+    def of_all(name: str, value: Any) -> Any:
+        if isinstance(value, list):  # of each row (PEFT)
+            return value * times
+        if not isinstance(value, Tensor) or not value.ndim:
+            return value
+        rows = [1] * value.ndim
+        rows[int(name == "position_ids" and value.ndim == 3)] = times  # positions of several axes
+        return value.repeat(rows)
+
+    return {name: value if times == 1 else of_all(name, value) for name, value in arguments.items()}
+
+
+def places_of(mask: Tensor | None, position: int, shape: Sequence[int]) -> Tensor:
+    """Where each row has a position, counted among its own tokens, ``[row]``.
+
+    Args:
+        mask: ``[row, token]``, 1 for tokens and 0 for padding; None: no padding.
+        position: from the front, or, if negative, from the end.
+        shape: rows and tokens.
+
+    Raises:
+        ValueError: a row has no such position.
+    """
+    real = torch.ones(tuple(shape[:2]), dtype=torch.bool) if mask is None else mask.bool().cpu()
+    size = real.sum(-1)
+    if not bool(((size > position) & (size >= -position)).all()):
+        raise ValueError(f"position is {position}, and the shortest prompt has {int(size.min())} tokens")
+    wanted = position if position >= 0 else size[:, None] + position
+    return ((real.cumsum(-1) - 1 == wanted) & real).long().argmax(-1)
 
 
 def is_padded_in_front(mask: Tensor) -> bool:

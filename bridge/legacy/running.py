@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -127,6 +127,8 @@ class LegacyRuns(LegacyWeights):
     def _mask_in_front(self, input: Any, prepend_bos: bool | None, side: str | None) -> Tensor | None:
         """The mask of tokens with padding in front, where the tokenizer, or this run, pads there."""
         left = self.tokenizer is not None and (side or self.tokenizer.padding_side) == "left"
+        if isinstance(input, Mapping) and input.get("attention_mask") is None:
+            input = input.get("input_ids")
         if not left or not isinstance(input, Tensor) or input.is_floating_point() or input.ndim != 2:
             return None
         mask = get_attention_mask(self.tokenizer, input, self._prepends(prepend_bos), side)

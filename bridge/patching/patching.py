@@ -51,13 +51,13 @@ from bridge.patching.setters import (
     layer_pos_head_vector_patch_setter,
     layer_pos_patch_setter,
 )
-from bridge.run.tokenization import as_tokens
+from bridge.run.inputs import Prompts, prompts_with
 
 
 @refuse_wrong_types
 def generic_activation_patch(
     model: TransformerBridge,
-    corrupted_tokens: Int[Tensor, "..."],
+    corrupted_tokens: Prompts,
     clean_cache: Mapping[str, Tensor],
     patching_metric: Metric | Mapping[str, Metric],
     patch_setter: PatchSetter,
@@ -71,6 +71,7 @@ def generic_activation_patch(
     attention_mask: Int[Tensor, "batch pos"] | None = None,
     patches_per_run: int | Literal["auto"] = "auto",
     verbose: bool = True,
+    **model_kwargs: Any,
 ) -> Any:
     """Patches one piece of the clean run after another into the corrupted run, and measures each.
 
@@ -83,7 +84,7 @@ def generic_activation_patch(
 
     Args:
         model: the bridge.
-        corrupted_tokens: the corrupted prompts, ``[batch, pos]``, or one of them, ``[pos]``.
+        corrupted_tokens: the corrupted prompts, ``[batch, pos]``, or one of them, ``[pos]``; or what a processor gives.
         clean_cache: the activations of the clean run, with their batch axis.
         patching_metric: from logits ``[batch, pos, d_vocab]`` to one number, or as `reduce` says; or several by name,
             all of them of each run.
@@ -103,6 +104,7 @@ def generic_activation_patch(
         patches_per_run: how many patches to run as one batch; ``"auto"``: as many as a quarter of the device's free
             memory holds, and as make runs faster. Each is still given to the setter and the metric alone.
         verbose: show a progress bar.
+        model_kwargs: what else the model takes with the corrupted prompts: ``pixel_values=``, ``token_type_ids=``.
 
     Returns:
         The metric of each patch: a float32 tensor with an axis for each name (one axis for a data frame's rows), and
@@ -133,16 +135,16 @@ def generic_activation_patch(
     """
     if patches_per_run != "auto" and patches_per_run < 1:
         raise ValueError(f'patches_per_run is {patches_per_run}; it must be 1 or more, or "auto"')
-    tokens = as_tokens(corrupted_tokens).to(model.cfg.device)
-    metrics = Metrics(patching_metric, reduce, len(tokens))
+    prompts = prompts_with(model, corrupted_tokens, {"attention_mask": attention_mask, **model_kwargs})
+    metrics = Metrics(patching_metric, reduce, len(prompts["input_ids"]))
     as_result = metrics.several or baseline or reduce == "none"
     if as_result and return_index_df:
         raise ValueError("return_index_df is for a tensor: a PatchingResult has the data frame as index_df")
-    indices = _indices(model, tokens, activation_name, index_axis_names, index_df, clean_cache)
+    indices = _indices(model, prompts["input_ids"], activation_name, index_axis_names, index_df, clean_cache)
     frame = indices.frame() if return_index_df else None
     steps = _steps(model, clean_cache, activation_name, indices, patch_setter)
     with tqdm(total=len(steps), desc=f"patching {activation_name}", unit="patch", disable=not verbose) as bar:
-        results = _measured(model, tokens, steps, metrics, attention_mask, patches_per_run, bar.update)
+        results = _measured(model, prompts, steps, metrics, patches_per_run, bar.update)
     measured = torch.full((len(indices.rows), *metrics.shape), math.nan, dtype=torch.float32, device=model.cfg.device)
     if results:
         measured[torch.tensor(indices.tried, device=measured.device)] = torch.stack(results).to(measured)
@@ -152,7 +154,7 @@ def generic_activation_patch(
         return (values[0], frame) if return_index_df else values[0]
     before = None
     if baseline:
-        before = metrics.reduced(metrics(model(tokens, attention_mask=attention_mask)).to(measured))
+        before = metrics.reduced(metrics(model(prompts)).to(measured))
     found = PatchingResult(
         values, list(indices.axis_names), indices.given, list(metrics.names), reduce != "none", before, True
     )
@@ -196,10 +198,9 @@ def _steps(
 
 def _measured(
     model: TransformerBridge,
-    tokens: Int[Tensor, "batch pos"],
+    prompts: Mapping[str, Any],
     steps: Sequence[PatchStep],
     metric: Metrics,
-    attention_mask: Int[Tensor, "batch pos"] | None,
     together: int | Literal["auto"],
     report: Callable[[int], object],
 ) -> list[Tensor]:
@@ -207,7 +208,7 @@ def _measured(
     hooks = [step.hook for step in steps]
     compared = list(dict.fromkeys(step.hook.name for step in steps if step.region is not None))
     with torch.no_grad():
-        runs = PatchedRuns(model, tokens, hooks, compared, attention_mask, together)
+        runs = PatchedRuns(model, prompts, hooks, compared, together)
         unpatched = None if runs.corrupted is None else _without_gradients(metric, runs.corrupted.logits)
         if runs.corrupted is not None and unpatched is not None:
             patches = _changing(steps, runs.corrupted.kept)
@@ -221,7 +222,7 @@ def _measured(
                 report(1)
             return found
     if unpatched is None and runs.corrupted is not None:  # streams that gradients go through
-        runs = PatchedRuns(model, tokens, hooks, (), attention_mask, together)
+        runs = PatchedRuns(model, prompts, hooks, (), together)
     results: dict[int, Tensor] = {}
     for patch, logits in runs.logits([Patch(i, step.hook, 0, step.edit) for i, step in enumerate(steps)], joined=False):
         results[patch.index] = metric(logits)
@@ -290,8 +291,8 @@ Args:
     corrupted_tokens: the corrupted prompts, ``[batch, pos]``, or one of them, ``[pos]``.
     clean_cache: the activations of the clean run, with their batch axis.
     patching_metric: from logits ``[batch, pos, d_vocab]`` to one number.
-    options: `index_df`, `return_index_df`, `reduce`, `baseline`, `attention_mask`, `patches_per_run` and `verbose` of
-        `generic_activation_patch`.
+    options: `index_df`, `return_index_df`, `reduce`, `baseline`, `attention_mask`, `patches_per_run`, `verbose` and
+        `model_kwargs` of `generic_activation_patch`.
 
 Returns:
     ``[{axes}]``{note}.
@@ -307,7 +308,7 @@ def _patcher(name: str, what: str, setter: PatchSetter, *axes: str) -> Callable[
 
     def patch(
         model: TransformerBridge,
-        corrupted_tokens: Int[Tensor, "..."],
+        corrupted_tokens: Prompts,
         clean_cache: Mapping[str, Tensor],
         patching_metric: Metric | Mapping[str, Metric],
         **options: Any,
@@ -369,7 +370,7 @@ get_act_patch_attn_head_pattern_all_pos = _patcher(
 
 def get_act_patch_attn_head_all_pos_every(
     model: TransformerBridge,
-    corrupted_tokens: Int[Tensor, "..."],
+    corrupted_tokens: Prompts,
     clean_cache: Mapping[str, Tensor],
     metric: Metric,
     **options: Any,
@@ -399,7 +400,7 @@ def get_act_patch_attn_head_all_pos_every(
 
 def get_act_patch_attn_head_by_pos_every(
     model: TransformerBridge,
-    corrupted_tokens: Int[Tensor, "..."],
+    corrupted_tokens: Prompts,
     clean_cache: Mapping[str, Tensor],
     metric: Metric,
     **options: Any,
@@ -430,7 +431,7 @@ def get_act_patch_attn_head_by_pos_every(
 
 def get_act_patch_block_every(
     model: TransformerBridge,
-    corrupted_tokens: Int[Tensor, "..."],
+    corrupted_tokens: Prompts,
     clean_cache: Mapping[str, Tensor],
     metric: Metric,
     **options: Any,
@@ -588,10 +589,11 @@ class PatchedEverything:
 @refuse_wrong_types
 def patch_everything(
     model: TransformerBridge,
-    clean: str | Int[Tensor, "1 pos"],
-    corrupted: str | Int[Tensor, "1 pos"],
+    clean: str | Prompts,
+    corrupted: str | Prompts,
     answers: tuple[str, str] | tuple[int, int],
     verbose: bool = False,
+    **model_kwargs: Any,
 ) -> PatchedEverything:
     """Which activations carry the answer: the stream, attention and MLPs by position, and each head.
 
@@ -601,6 +603,7 @@ def patch_everything(
         corrupted: one of as many tokens, with another answer.
         answers: the clean prompt's next token and the corrupted one's; their logits' difference is the metric.
         verbose: show progress bars.
+        model_kwargs: what else the model takes with each of both prompts, such as ``pixel_values=``.
 
     Raises:
         ValueError: prompts of different lengths, an answer that is not one token, two that are the same.
@@ -617,11 +620,13 @@ def patch_everything(
         >>> found.draw()
         Picture('Activation patching')
     """
-    one, other = (model.to_tokens(each) if isinstance(each, str) else each for each in (clean, corrupted))
-    if one.shape != other.shape:
+    read = [model.to_tokens(each) if isinstance(each, str) else each for each in (clean, corrupted)]
+    one, other = (prompts_with(model, each, model_kwargs) for each in read)
+    tokens = one["input_ids"]
+    if tokens.shape != other["input_ids"].shape:
         raise ValueError(
-            f"clean has {one.shape[1]} tokens and corrupted {other.shape[1]}: prompts need one length, as an "
-            "activation is put into its own place"
+            f"clean has {tokens.shape[1]} tokens and corrupted {other['input_ids'].shape[1]}: prompts need one length, "
+            "as an activation is put into its own place"
         )
     right, wrong = (model.to_single_token(each) if isinstance(each, str) else each for each in answers)
     if right == wrong:
@@ -635,7 +640,7 @@ def patch_everything(
     heads = get_act_patch_attn_head_out_all_pos(model, other, cache, difference, verbose=verbose)
     stream, attn_out, mlp_out = every
     clean_and_corrupted = difference(logits), difference(model(other))
-    return PatchedEverything(stream, attn_out, mlp_out, heads, *clean_and_corrupted, texts_of(model, one[0]))
+    return PatchedEverything(stream, attn_out, mlp_out, heads, *clean_and_corrupted, texts_of(model, tokens[0]))
 
 
 def texts_of(model: TransformerBridge, tokens: Int[Tensor, " pos"]) -> list[str]:

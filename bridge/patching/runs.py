@@ -32,7 +32,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -43,6 +43,7 @@ from bridge.bases.bases import by_position, by_row, read_by
 from bridge.bridge import TransformerBridge
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.modules import close
+from bridge.hooks.rows import OF_ROWS, tiled
 from bridge.patching.lazy_logits import LazyLogits, LogitsAt, lazy
 from bridge.run.layer_range import StopRun
 from bridge.run.recorder import free_memory
@@ -100,10 +101,9 @@ class CorruptedRun:
 
     Args:
         model: the bridge.
-        tokens: ``[batch, pos]``.
+        prompts: the tokens, ``[batch, pos]``, and what else the model is given, by name.
         layers: the layers at which patched runs will start, from 0.
         keep: hook points whose activations are wanted.
-        attention_mask: ``[batch, pos]``, 1 for tokens and 0 for padding; None: no padding.
 
     Attributes:
         logits: ``[batch, pos, d_vocab]``.
@@ -117,13 +117,13 @@ class CorruptedRun:
     def __init__(
         self,
         model: TransformerBridge,
-        tokens: Int[Tensor, "batch pos"],
+        prompts: Mapping[str, Any],
         layers: Sequence[int],
         keep: Sequence[str] = (),
-        attention_mask: Int[Tensor, "batch pos"] | None = None,
     ) -> None:
-        self.model, self.tokens, self.attention_mask = model, tokens, attention_mask
-        self.batch, self.length = tokens.shape
+        self.model = model
+        self.batch, self.length = prompts["input_ids"].shape
+        self.of_rows = {name: prompts[name] for name in OF_ROWS if name in prompts}
         first, n_layers = min(layers, default=0), model.cfg.n_layers
         names = {layer: f"blocks.{layer}.hook_resid_pre" for layer in range(first, n_layers)}
         self._streams_known = all(name in model.hook_dict for name in names.values())
@@ -133,22 +133,23 @@ class CorruptedRun:
         ends = {f"blocks.{layer}.hook_resid_post": names.get(layer + 1) for layer in layers}
         pairs = {end: after for end, after in ends.items() if after in model.hook_dict and end in model.hook_dict}
         wanted = dict.fromkeys([*(names.values() if self._streams_known else ()), *pairs, *keep])
-        options: dict[str, Any] = {"attention_mask": attention_mask}
-        caching = self.length > 1 and _may_cache(model)
+        options: dict[str, Any] = {}
+        # Of images and the like no one run tells which positions they change the masks of: no keys and values then.
+        caching = self.length > 1 and _may_cache(model) and prompts.keys() <= {"input_ids", *OF_ROWS}
         if caching:
             options["return_type"] = "logits_and_cache"
         if wanted:
-            output, cache = model.run_with_cache(tokens, names_filter=list(wanted), **options)
+            output, cache = model.run_with_cache(prompts, names_filter=list(wanted), **options)
             self.kept = {name: cache[name] for name in keep}
             if self._streams_known:
                 self.streams = {layer: cache[name] for layer, name in names.items()}
                 self.handed_on = {end: after for end, after in pairs.items() if _same(cache[end], cache[after])}
         else:
-            output = model(tokens, **options)
+            output = model(prompts, **options)
         self.logits: Float[Tensor, "batch pos d_vocab"] = output[0] if caching else output
         self._past: DynamicCache | None = _plain_cache(output[1], self.length) if caching else None
         #: A classifier has one row of scores for each prompt: no part of it is of some positions.
-        self.by_position = self.logits.ndim == 3 and self.logits.shape[:2] == tokens.shape
+        self.by_position = self.logits.ndim == 3 and self.logits.shape[:2] == (self.batch, self.length)
         self._streams_known = self._streams_known and self.by_position
         self.positions = self._streams_known and self._past is not None and self._reproduces_logits(self.length // 2)
 
@@ -197,7 +198,9 @@ class CorruptedRun:
         layer, repeats = self.model.cfg.n_layers - 1, len(rows) // self.batch
         options = self.options(layer, layer + 1, repeats, start)
         if begin:
-            before = {name: mask[:, : start + begin] for name, mask in options.items() if name == "attention_mask"}
+            before = {name: value for name, value in options.items() if name != "past_key_values"}
+            if "attention_mask" in before:
+                before["attention_mask"] = before["attention_mask"][:, : start + begin]
             keys = _KeysAlone(self._prefix(range(layer, layer + 1), repeats, start))
             self.model(rows[:, :begin], start_at_layer=layer, stop_at_layer=layer + 1, past_key_values=keys, **before)
             cache = options["past_key_values"] = self._prefix(range(0), repeats, start + begin)
@@ -213,16 +216,16 @@ class CorruptedRun:
         return self.model(stream, start_at_layer=self.model.cfg.n_layers)
 
     def options(self, layer: int, stop: int, repeats: int, start: int) -> dict[str, Any]:
-        """The arguments of a run of some layers from a position on: the mask, and the keys and values before.
+        """The arguments of a run of some layers from a position on: those of rows, and the keys and values before.
+
+        Images and sound are in the streams already; whether anything else of them counts is tried.
 
         Args:
             layer, stop: the layers that run.
             repeats: how many times the prompts are in the batch.
             start: the first position that runs.
         """
-        options: dict[str, Any] = {}
-        if self.attention_mask is not None:
-            options["attention_mask"] = self.attention_mask.repeat(repeats, 1)
+        options = tiled(self.of_rows, repeats)
         if start:
             options["past_key_values"] = self._prefix(range(layer, stop), repeats, start)
         return options
@@ -309,10 +312,9 @@ class PatchedRuns:
 
     Args:
         model: the bridge.
-        tokens: the prompts, ``[batch, pos]``.
+        prompts: the tokens, ``[batch, pos]``, and what else the model is given, by name.
         hooks: where patches will stand, a hook point for each patch.
         keep: hook points whose activations in the unpatched run are wanted.
-        attention_mask: ``[batch, pos]``, 1 for tokens and 0 for padding; None: no padding.
         together: how many patches may be one batch; ``"auto"``: as many as a quarter of the free memory holds, and as
             make runs faster (where hooks of the user may see batches, one).
         size: how many times as large as a stream a patched activation is, at most.
@@ -324,14 +326,13 @@ class PatchedRuns:
     def __init__(
         self,
         model: TransformerBridge,
-        tokens: Int[Tensor, "batch pos"],
+        prompts: Mapping[str, Any],
         hooks: Sequence[HookPoint],
         keep: Sequence[str] = (),
-        attention_mask: Int[Tensor, "batch pos"] | None = None,
         together: int | Literal["auto"] = "auto",
         size: int = 1,
     ) -> None:
-        self.model, self.tokens, self.attention_mask = model, tokens, attention_mask
+        self.model, self.prompts, self.batch = model, prompts, len(prompts["input_ids"])
         self.together, self.size, self.n_layers = together, size, model.cfg.n_layers
         self.corrupted: CorruptedRun | None = None
         each = list(dict.fromkeys(hooks))
@@ -342,11 +343,11 @@ class PatchedRuns:
         seen: Mapping[str, Tensor] = {}
         if len(hooks) >= WORTHWHILE and may_start_later(model):
             layers = [hook.point.depth for hook in each if hook.point.stack == "blocks"]
-            self.corrupted = CorruptedRun(model, tokens, layers, [*keep, *reads.values()], attention_mask)
+            self.corrupted = CorruptedRun(model, prompts, layers, [*keep, *reads.values()])
             seen = self.corrupted.kept
         elif reads and together not in ("auto", 1):
             names = list(dict.fromkeys(reads.values()))
-            _, seen = model.run_with_cache(tokens, names_filter=names, attention_mask=attention_mask)
+            _, seen = model.run_with_cache(prompts, names_filter=names)
         if seen:
             with torch.no_grad():
                 self.mixing = {hook for hook, name in reads.items() if not by_row(hook, seen[name])}
@@ -395,16 +396,15 @@ class PatchedRuns:
             some = list(group)
             for at in range(0, len(some), together):
                 part = some[at : at + together]
+                given: Any = tiled(self.prompts, len(part))
                 options: dict[str, Any] = {}
-                given = self.tokens
                 if later and self.corrupted is not None and hook.point.depth > 0 and hook.point.stack == "blocks":
-                    given, options["start_at_layer"] = self.corrupted.streams[hook.point.depth], hook.point.depth
-                if self.attention_mask is not None:
-                    options["attention_mask"] = self.attention_mask.repeat(len(part), 1)
-                hooked = _apart([patch.edit(0) for patch in part], len(self.tokens))
-                repeated = given if len(part) == 1 else given.repeat(len(part), *[1] * (given.ndim - 1))
-                logits = self.model.run_with_hooks(repeated, fwd_hooks=[(hook, hooked)], **options)
-                yield from zip(part, logits.split(len(self.tokens)), strict=True)
+                    layer = hook.point.depth
+                    given = self.corrupted.streams[layer].repeat(len(part), 1, 1)
+                    options = {**self.corrupted.options(layer, self.n_layers, len(part), 0), "start_at_layer": layer}
+                hooked = _apart([patch.edit(0) for patch in part], self.batch)
+                logits = self.model.run_with_hooks(given, fwd_hooks=[(hook, hooked)], **options)
+                yield from zip(part, logits.split(self.batch), strict=True)
 
     def _most(self, run: CorruptedRun, length: int) -> int:
         """How many patches may be one batch."""

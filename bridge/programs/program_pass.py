@@ -225,7 +225,7 @@ class LoweredSite(SiteHandler):
         if site.kind == "input":
             module.register_forward_pre_hook(self.on_input, with_kwargs=True)
         else:
-            module.register_forward_hook(self.on_output)
+            module.register_forward_hook(self.on_output, with_kwargs=True)
 
     def see(self, x: Tensor, module: nn.Module, args: Args, kwargs: Kwargs) -> Tensor:
         """Runs the steps in turn, and keeps the tensor for those who need it elsewhere."""

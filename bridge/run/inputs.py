@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -14,6 +16,7 @@ from jaxtyping import Float, Integer
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from adapters.config import config_of
 from adapters.inputs import (
     Takes,
     accepted_arguments,
@@ -29,7 +32,13 @@ from bridge.hooks.asked import StudiedBridge
 from bridge.hooks.context import CURRENT, HookFunction
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import NamesFilter, suggestion
-from bridge.hooks.rows import PositionCounting, around_blocks, check_zero_or_one, is_padded_in_front
+from bridge.hooks.rows import (
+    OF_IMAGES_AND_SOUND,
+    PositionCounting,
+    around_blocks,
+    check_zero_or_one,
+    is_padded_in_front,
+)
 from bridge.run.tokenization import Batch, TokenizerFacts, as_tokens, check_embeddings, check_ids, texts_in
 from bridge.wiring.wiring import Wiring
 
@@ -87,8 +96,9 @@ def unpacked(input: Any, mask: Any, arguments: Mapping[str, Any]) -> tuple[Any, 
 
 
 def _as_tensor(value: Any, one_row: bool, arrays_only: bool = False) -> Any:
-    """Arrays and lists of numbers as tensors; anything else as it is."""
-    if isinstance(value, np.ndarray) or (not arrays_only and isinstance(value, list | tuple)):
+    """Arrays and lists of numbers as tensors; anything else, such as names of adapters, as it is."""
+    numbers = isinstance(value, list | tuple) and not any(isinstance(entry, str) for entry in value[:1])
+    if isinstance(value, np.ndarray) or (not arrays_only and numbers):
         value = torch.as_tensor(value)
         return value.unsqueeze(0) if one_row and value.ndim == 1 else value
     return value
@@ -102,6 +112,8 @@ def _as_tensor(value: Any, one_row: bool, arrays_only: bool = False) -> Any:
 #: What a run takes: a text, texts, tokens ``[pos]`` or ``[batch, pos]`` (a tensor, or lists of ids), or embeddings
 #: ``[batch, pos, d_model]``; or a mapping of the model's arguments, as a tokenizer gives it.
 Input = str | Sequence[Any] | Mapping[str, Any] | NDArray[Any] | Integer[Tensor, "..."] | Float[Tensor, "..."]
+#: Prompts of a study: tokens, or a mapping of the model's arguments with images or sound, as a processor gives it.
+Prompts = Integer[Tensor, "..."] | Mapping[str, Any]
 #: Which hook point (a name, an alias, a function of the name) gets which function.
 HookSpec = tuple[NamesFilter | HookPoint, HookFunction]
 
@@ -123,6 +135,46 @@ class RunnableBridge(StudiedBridge):
     def batch_of(self, texts: Sequence[str], prepend_bos: bool | None = None, padding_side: str | None = None) -> Batch:
         """Texts as tokens, padded to one length."""
         raise NotImplementedError
+
+
+_STAND_IN = re.compile("(image|video|audio)_token_(id|index)")
+
+
+def prompts_with(bridge: RunnableBridge, prompts: Prompts | Input, more: Mapping[str, Any]) -> dict[str, Any]:
+    """A study's prompts, as any run takes them: tokens, and what else the model is given: images, sound, masks.
+
+    Every study takes them so: patching, lenses, circuits, features. Where the tokens stand for images or sound, and
+    there are none, it says so.
+
+    Args:
+        bridge: the bridge.
+        prompts: see `Prompts`.
+        more: arguments of the model by name, for these prompts; None for one that is not given.
+
+    Raises:
+        TypeError: one that the model does not take, or that is given twice.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.run.inputs import prompts_with
+        >>> bridge = TransformerBridge.boot_embedded()
+        >>> prompts_with(bridge, bridge.to_tokens("Mary and")[0], {"attention_mask": None})
+        {'input_ids': tensor([[  1, 505, 388]])}
+    """
+    further = {name: value for name, value in more.items() if value is not None and name != "attention_mask"}
+    input, mask, given = unpacked(prompts, more.get("attention_mask"), further)
+    check_arguments(bridge, Request(input, model_kwargs=given), ())
+    tokens = as_tokens(input).to(bridge.cfg.device)
+    config, seen = config_of(bridge.core), any(name.startswith(OF_IMAGES_AND_SOUND) for name in given)
+    for name, token in vars(config).items():
+        if not seen and _STAND_IN.fullmatch(name) and isinstance(token, int) and bool((tokens == token).any()):
+            kind = name.partition("_")[0]
+            warnings.warn(
+                f"the tokens hold {token}, which stands for {kind}, and none is given: it is read as a word. Give what "
+                f"the processor makes of it by name ({'input_features' if kind == 'audio' else 'pixel_values'}=)",
+                stacklevel=4,
+            )
+    return {"input_ids": tokens, **({} if mask is None else {"attention_mask": mask}), **given}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -196,7 +248,7 @@ _OUTPUTS = {
 }
 
 
-def _added_around(model: nn.Module) -> AbstractSet[str]:
+def added_around(model: nn.Module) -> AbstractSet[str]:
     """The arguments of what is wrapped around a model: of PEFT, which adapter each row has."""
     mixes = hasattr(model, "get_base_model") and not learns_prompt(model)
     return {"adapter_names"} if mixes else frozenset()
@@ -212,7 +264,7 @@ def check_arguments(bridge: RunnableBridge, asked: Request, ours: Sequence[str])
     if not given:
         return
     model = bridge.core
-    known = accepted_by(model) | _added_around(bridge.original_model)
+    known = accepted_by(model) | added_around(bridge.original_model)
     for name in given:
         if name in NAMES and given[name] is not asked.input:
             raise TypeError(f"{name} is the input itself, and an input is given: pass one of them")

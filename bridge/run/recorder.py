@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +172,7 @@ class ActivationRecorder:
             self.values[f"{hook.name}_grad"] = gradient if self._copies is None else self._copies.copy(gradient)
 
     def finish(self, explicit: bool) -> dict[str, Any]:
-        """The activations, by canonical name; some of them a `Deferred`.
+        """The activations, by canonical name, in the order of the hook points; some of them a `Deferred`.
 
         Args:
             explicit: the hook points were named one by one: each of them has to be there.
@@ -186,7 +187,8 @@ class ActivationRecorder:
             if missing:
                 raise RuntimeError(f"these hook points did not run on this input: {', '.join(missing)}")
         self.check_unchanged()
-        return self.values
+        # The model may compute a head's keys before the queries' input is seen, say.
+        return {hook.name: self.values[hook.name] for hook in self.points if hook.name in self.values} | self.values
 
     def check_unchanged(self) -> None:
         """Looks whether what is kept is what was seen.
@@ -349,6 +351,7 @@ def caching_functions(
 ) -> tuple[Callable[..., None], Callable[..., None]]:
     """A forward and a backward hook function that fill a dictionary (see `get_caching_hooks`)."""
     check_pos_slice(pos_slice)
+    order: dict[str, int] = {}
 
     def keep(value: Tensor, hook: HookPoint, suffix: str) -> None:
         value = picked_positions(value.detach(), pos_slice, hook)
@@ -360,7 +363,13 @@ def caching_functions(
         cache[hook.name + suffix] = value
 
     def forward(activation: Tensor, hook: HookPoint) -> None:
+        is_new = hook.name not in cache
         keep(activation.clone() if hook.one_tensor else activation, hook, "")
+        order[hook.name] = hook.order
+        if is_new:  # the order of the hook points, which may be another than that in which the model comes to them
+            later = [*takewhile(lambda name: order.get(name, -1) > hook.order, islice(reversed(cache), 1, None))]
+            for name in reversed(later):
+                cache[name] = cache.pop(name)
 
     def backward(gradient: Tensor, hook: HookPoint) -> None:
         keep(gradient.clone(), hook, "_grad")

@@ -170,7 +170,7 @@ class Tap(InForwardsPlace):
         raise NotImplementedError
 
 
-def noop_hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
+def noop_hook(module: nn.Module, args: tuple[object, ...], *rest: object) -> None:
     """A torch hook that does nothing: a module that has one takes notice of others that come while it runs."""
 
 
@@ -273,7 +273,7 @@ class CallWatch(Watch):
 Instead = Callable[[Callable[..., Any], str, Args, Kwargs], Any]
 
 
-#: Held while a function is patched or restored.
+#: Held while a function is patched or restored, and while a tap comes or goes: bridges share them.
 LOCK = threading.RLock()
 
 

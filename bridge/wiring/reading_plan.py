@@ -82,15 +82,16 @@ class ReadingHook(NotCopied):
             self.place: ReadSite = place
         self.turn = _Turn() if turn is None else turn
 
-    def on_output(self, module: nn.Module, args: Args, output: Any) -> None:
-        """The forward hook."""
+    def on_output(self, module: nn.Module, args: Args, *rest: Any) -> None:
+        """The forward hook: see `SiteHandler.on_output`."""
         reading, context = self.turn.reading, CURRENT.get()
         if reading is None or reading[1] not in context.visible:
             return  # another thread's run, which may also have ended by now
         place = self.place
         if place.call is None or (context.run is not None and context.run.is_call(module, place.call)):
+            output, kwargs = rest[-1], rest[0] if len(rest) > 1 else {}
             x = output if isinstance(output, Tensor) else element_of(output, int(place.key or 0))
-            reading[0](place, x, module, args, {})
+            reading[0](place, x, module, args, kwargs)
 
     def on_input(self, module: nn.Module, args: Args, kwargs: Kwargs | None = None) -> None:
         """The forward pre-hook."""

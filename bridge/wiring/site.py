@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -56,16 +57,17 @@ class SiteHandler:
         new = self.see(x, module, args, kwargs)
         return None if new is x else with_argument(args, kwargs, place, new)
 
-    def on_output(self, module: nn.Module, args: Args, output: Any) -> Any:
-        """The forward hook."""
+    def on_output(self, module: nn.Module, args: Args, *rest: Any) -> Any:
+        """The forward hook: given `kwargs`, unless they are missing as above, and the output."""
         if not self.is_this_call(module):
             return None
+        output, kwargs = rest[-1], rest[0] if len(rest) > 1 else {}
         if isinstance(output, Tensor):
-            new = self.see(output, module, args, {})
+            new = self.see(output, module, args, kwargs)
             return None if new is output else new
         place = int(self.site.key or 0)
         x = element_of(output, place)
-        new = self.see(x, module, args, {})
+        new = self.see(x, module, args, kwargs)
         return None if new is x else with_element(output, place, new)
 
 
@@ -97,7 +99,7 @@ class SiteHook(SiteHandler, SourceSite, NotCopied):
         self.readers: tuple[HookPoint, ...] = ()
         self._find = find
         self.attached_to: nn.Module | None = None
-        self._last_writer = -1
+        self._last_writer: HookPoint | None = None
 
     def left_in_copy(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return SiteHook, (self.site,)
@@ -125,10 +127,8 @@ class SiteHook(SiteHandler, SourceSite, NotCopied):
     def discard(self, point: HookPoint) -> None:
         """The reverse of `add`."""
         self.points = tuple([p for p in self.points if p is not point])
-        if self.points:
-            self.listeners_changed()
-        else:
-            self._last_writer = -1
+        self.listeners_changed()
+        if not self.points:
             self.update()
 
     def watch(self, by: int) -> None:
@@ -157,10 +157,12 @@ class SiteHook(SiteHandler, SourceSite, NotCopied):
 
     def listeners_changed(self) -> None:
         """Works out which points come before one that writes to the tensor in place: they keep copies."""
-        self._last_writer = -1
-        for index, point in enumerate(self.points):
-            if point.view.writes_through and any(listener.kind != "read" for listener in point.listeners):
-                self._last_writer = index
+        writers = [
+            point
+            for point in self.points
+            if point.view.writes_through and any(listener.kind != "read" for listener in point.listeners)
+        ]
+        self._last_writer = writers[-1] if writers else None  # at once: runs of other threads ask at every moment
 
     def see(self, x: Tensor, module: nn.Module, args: Args, kwargs: Kwargs) -> Tensor:
         """Runs the points in turn, and keeps the tensor for those who need it elsewhere."""
@@ -194,7 +196,8 @@ class SiteHook(SiteHandler, SourceSite, NotCopied):
                 call.sources = point.sources_in(run)
             elif call is _NO_CALL and point.view.contextual:
                 call = Call(module, args, kwargs)
-            x = point.apply(x, call, index < self._last_writer)
+            writer = self._last_writer
+            x = point.apply(x, call, writer is not None and point.order < writer.order)
             if self.points is not points:  # a trace that was shown this one has asked for another
                 points = self.points
                 index = sum(other.order <= point.order for other in points) - 1
@@ -278,7 +281,7 @@ class OwnedHook(NamedTuple):
     Attributes:
         owner: the identity of who adds it.
         hook: the hook.
-        before: it is a forward pre-hook, which is given keyword arguments too.
+        before: it is a forward pre-hook.
     """
 
     owner: int
@@ -287,18 +290,16 @@ class OwnedHook(NamedTuple):
 
 
 def add_all(modules: Iterable[nn.Module], hooks: Iterable[OwnedHook]) -> None:
-    """Adds a hook to each of several modules.
+    """Adds a hook, which is given keyword arguments too, to each of several modules.
 
     Args:
         modules: the modules.
         hooks: for each module, its hook.
     """
     for module, (owner, hook, before) in zip(modules, hooks, strict=True):
-        if before:
-            module._forward_pre_hooks_with_kwargs[owner] = True
-            module._forward_pre_hooks[owner] = hook
-        else:
-            module._forward_hooks[owner] = hook
+        told = module._forward_pre_hooks_with_kwargs if before else module._forward_hooks_with_kwargs
+        told[owner] = True
+        (module._forward_pre_hooks if before else module._forward_hooks)[owner] = hook
 
 
 def remove_all(modules: Iterable[nn.Module], hooks: Iterable[OwnedHook]) -> None:
@@ -308,11 +309,8 @@ def remove_all(modules: Iterable[nn.Module], hooks: Iterable[OwnedHook]) -> None
         modules, hooks: as for `add_all`.
     """
     for module, (owner, _, before) in zip(modules, hooks, strict=True):
-        if before:
-            module._forward_pre_hooks.pop(owner, None)
-            module._forward_pre_hooks_with_kwargs.pop(owner, None)
-        else:
-            module._forward_hooks.pop(owner, None)
+        (module._forward_pre_hooks if before else module._forward_hooks).pop(owner, None)
+        (module._forward_pre_hooks_with_kwargs if before else module._forward_hooks_with_kwargs).pop(owner, None)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -391,7 +389,7 @@ class CallCounter(NotCopied):
         self.modules: dict[str, Finder] = {}
         self._core: Finder | None = None
         self._handles: list[RemovableHandle] = []
-        self._users = 0
+        self._users, self._lock = 0, threading.Lock()
 
     def add(self, root: nn.Module, paths: Iterable[str]) -> None:
         """Takes in the modules at paths that mean one of a module's calls."""
@@ -402,15 +400,16 @@ class CallCounter(NotCopied):
 
     def change(self, by: int) -> None:
         """One more (or less) who needs to know."""
-        before, self._users = self._users, self._users + by
-        if not before and self._users:
-            assert self._core is not None
-            self._handles.append(self._core.module.register_forward_pre_hook(self.restart, prepend=True))
-            for finder in self.modules.values():
-                self._handles.append(finder.module.register_forward_pre_hook(self.count, prepend=True))
-        elif before and not self._users:
-            while self._handles:
-                self._handles.pop().remove()
+        assert self._core is not None
+        with self._lock:
+            before, self._users = self._users, self._users + by
+            if not before and self._users:
+                self._handles.append(self._core.module.register_forward_pre_hook(self.restart, prepend=True))
+                for finder in self.modules.values():
+                    self._handles.append(finder.module.register_forward_pre_hook(self.count, prepend=True))
+            elif before and not self._users:
+                while self._handles:
+                    self._handles.pop().remove()
 
     @contextmanager
     def counted(self) -> Iterator[None]:

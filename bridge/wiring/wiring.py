@@ -1,5 +1,4 @@
-"""`Wiring`: where hook points meet torch. One torch hook for each site that somebody listens to, and none for the
-others.
+"""`Wiring`: where hook points meet torch, with one torch hook for each site that somebody listens to.
 
 What comes in are listeners at hook points, and what their adapter declares of these: the site, a path into the model,
 and what to read there. What goes out is a model with exactly the torch hooks that those listeners need, and, when
@@ -41,7 +40,7 @@ from bridge.sharing import Sharing
 from bridge.taps.attention import AttentionTap
 from bridge.taps.experts import BatchedExpertsTap, ExpertsTap, RouterTap
 from bridge.taps.recurrence import RecurrenceTap
-from bridge.taps.taps import Tap, noop_hook
+from bridge.taps.taps import LOCK, Tap, noop_hook
 from bridge.wiring.compiled import CheckpointedBlocks, ForcedEager, PassBoundary, refuse_inside_compiled
 from bridge.wiring.reading_plan import Keep, ReadingPlan
 from bridge.wiring.site import (
@@ -294,18 +293,20 @@ class Wiring(AttachesListeners):
                 plan = ReadingPlan(points, self._homes)
                 self._plans.append(plan)
             quick = not self._attached or plan.is_free
+            others = plan.others if quick else points
+            self.listen(others, listener)
             self._connected += quick
-        others = plan.others if quick else points
-        self.listen(others, listener)
+            if self.calls.modules:
+                self.calls.change(1)
         try:
-            with (
-                self.calls.counted() if self.calls.modules else nullcontext(),
-                plan.attached(keep, listener.scope) if quick else nullcontext(),
-            ):
+            with plan.attached(keep, listener.scope) if quick else nullcontext():
                 yield
         finally:
-            self.stop_listening(others, listener)
-            self._connected -= quick
+            with self.lock:
+                self.stop_listening(others, listener)
+                self._connected -= quick
+                if self.calls.modules:
+                    self.calls.change(-1)
 
     def stop_listening(self, points: Iterable[HookPoint], listener: Listener) -> None:
         """Removes what `listen` attached."""
@@ -349,12 +350,13 @@ class Wiring(AttachesListeners):
         if home is None:
             site = point.point.site
             same = before is not None and (before.point.site.path, before.point.site.kind) == (site.path, site.kind)
-            tap = self._taps[before] if same and before else tap_on(site.kind, self.finder(site.path).module)
-            if self.sharing is not None and (shared := self.sharing.tensor_at(site)) is not None:
-                shared.check_in_place(tap.module)
-                tap.shared[str(site.key)] = shared
-            self._taps[point] = tap
-            tap.connect(str(site.key), point)
+            with LOCK:  # another bridge around the model may be about to take its tap away
+                tap = self._taps[before] if same and before else tap_on(site.kind, self.finder(site.path).module)
+                if self.sharing is not None and (shared := self.sharing.tensor_at(site)) is not None:
+                    shared.check_in_place(tap.module)
+                    tap.shared[str(site.key)] = shared
+                self._taps[point] = tap
+                tap.connect(str(site.key), point)
         else:
             home.add(point)
         for source in point.point.sources:
@@ -367,7 +369,8 @@ class Wiring(AttachesListeners):
             self.calls.change(-1)
         home = self._homes[point]
         if home is None:
-            self._taps.pop(point).disconnect(str(point.point.site.key), point)
+            with LOCK:
+                self._taps.pop(point).disconnect(str(point.point.site.key), point)
         else:
             home.discard(point)
         for source in point.point.sources:
@@ -566,8 +569,9 @@ class TraceOpenings:
                     self._modules.append(module)
                 kind = wiring.tapped.get(path)
                 if kind is not None and kind != "experts":  # that tap computes one expert at a time
-                    tap = tap_on(kind, module)
-                    tap.open(self._scope)
+                    with LOCK:
+                        tap = tap_on(kind, module)
+                        tap.open(self._scope)
                     self._taps.append(tap)
                 path = path.rpartition(".")[0]
 
@@ -584,8 +588,9 @@ class TraceOpenings:
         with self._wiring.lock:
             remove_all(self._modules, self._noticing * len(self._modules))
             self._modules.clear()
-            while self._taps:
-                self._taps.pop().close(self._scope)
+            with LOCK:
+                while self._taps:
+                    self._taps.pop().close(self._scope)
             while self._watched:
                 self._watched.popitem()[0].watch(-1)
             self._paths.clear()

@@ -69,7 +69,9 @@ def test_every_edge_replaced_is_the_other_run(case):
     assert [(layer.heads, layer.key_heads) for layer in graph.layers] == heads
     with torch.no_grad():
         sets = torch.stack([~graph.exists, graph.exists])
-        none, every = run_with_edges_replaced(graph, bridge, TOKENS, written(graph, bridge, OTHERS).parts, sets)
+        none, every = run_with_edges_replaced(
+            graph, bridge, {"input_ids": TOKENS}, written(graph, bridge, OTHERS).parts, sets
+        )
         torch.testing.assert_close(none, bridge(TOKENS), atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(every, bridge(OTHERS), atol=1e-4, rtol=1e-4)
 

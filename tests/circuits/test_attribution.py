@@ -143,7 +143,11 @@ def test_families_by_small_exact_changes(family, clean, corrupted):
             mask = torch.zeros_like(graph.exists)
             mask[receiver, sender] = True
             up, down = (
-                metric(run_with_edges_replaced(graph, bridge, clean, one + way * small * (other - one), mask[None])[0])
+                metric(
+                    run_with_edges_replaced(
+                        graph, bridge, {"input_ids": clean}, one + way * small * (other - one), mask[None]
+                    )[0]
+                )
                 for way in (1, -1)
             )
             right = ((up - down) / (2 * small)).item()

@@ -68,7 +68,7 @@ def test_many_edges_at_once(gpt2, graph, hand, clean, corrupted):
     other = dict(hand.wrote)
     generator = torch.Generator().manual_seed(3)
     masks = torch.rand(3, *graph.exists.shape, generator=generator) < torch.tensor([0.2, 0.5, 0.9]).view(3, 1, 1)
-    found = run_with_edges_replaced(graph, gpt2, clean, written(graph, gpt2, corrupted).parts, masks)
+    found = run_with_edges_replaced(graph, gpt2, {"input_ids": clean}, written(graph, gpt2, corrupted).parts, masks)
     for mask, logits in zip(masks, found, strict=True):
         pairs = {(graph.receivers[r], graph.senders[s]) for r, s in (mask & graph.exists).nonzero().tolist()}
         torch.testing.assert_close(logits, hand(clean, replaced=pairs, other=other))
@@ -79,7 +79,9 @@ def test_families(family, clean, corrupted):
     bridge = bridge_of(family)
     graph = Graph.of(bridge)
     parts = written(graph, bridge, corrupted).parts
-    none, every = run_with_edges_replaced(graph, bridge, clean, parts, torch.stack([~graph.exists, graph.exists]))
+    none, every = run_with_edges_replaced(
+        graph, bridge, {"input_ids": clean}, parts, torch.stack([~graph.exists, graph.exists])
+    )
     torch.testing.assert_close(none, bridge(clean), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(every, bridge(corrupted), atol=1e-4, rtol=1e-4)
     assert (none - every).abs().max() > 0.01
@@ -90,7 +92,7 @@ def test_families(family, clean, corrupted):
     for receiver, sender in graph.exists.nonzero().tolist()[:: max(1, graph.n_edges // 12)]:
         mask = torch.zeros_like(graph.exists)
         mask[receiver, sender] = True
-        whole = metric(run_with_edges_replaced(graph, bridge, clean, parts, mask[None])[0]) - base
+        whole = metric(run_with_edges_replaced(graph, bridge, {"input_ids": clean}, parts, mask[None])[0]) - base
         assert found.values[receiver, sender] == pytest.approx(whole.item(), abs=1e-4)
     assert found.values.abs().max() > 1e-3
     assert torch_hooks(bridge.original_model) == 0

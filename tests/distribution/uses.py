@@ -41,6 +41,15 @@ writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.close()
 assert gguf.GGUFReader('x.gguf').fields['general.architecture'].contents() == 'llama'
 """
 
+ENGINE = """
+import torch
+from bridge.embedded import MODEL_DIR
+from bridge.engine import Engine
+if __name__ == '__main__':
+    engine = Engine(MODEL_DIR, points=['blocks.1.hook_resid_post'], dtype=torch.float32)
+    assert engine.offered() and engine.generate(['Mary and'], 2)
+"""
+
 PEERS = """
 from transformer_lens.model_bridge import TransformerBridge as Theirs
 assert Theirs.run_with_cache and Theirs.boot_transformers
@@ -56,6 +65,7 @@ USES = {
     **{name: EXPORT.format(formats={name: options}) for name, options in FORMATS.items()},
     "export": EXPORT.format(formats=FORMATS),
     "real": REAL,
+    "vllm": ENGINE,
     "peers": PEERS,
 }
 NOTEBOOK = (

@@ -8,6 +8,7 @@ from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
 from bridge import TransformerBridge
 from bridge.interventions import Add, Interventions, Scale, Zero
 from tests.conftest import tiny
+from tests.tiny_images import image_inputs
 from tests.tiny_models import tiny_model
 
 GREEDY = {"do_sample": False, "verbose": False, "return_type": "tokens", "stop_at_eos": False}
@@ -84,7 +85,96 @@ def compare(family, seeds):
             assert torch.equal(got, new_of(bridge, alone[i], row.shape[1])), (family, seed, side, way, edit, i)
 
 
+#: For each, which part of the sound or the images of two rows is that of one of them.
+SEEN = {
+    "gemma3": lambda name, value, i: value[i : i + 1],
+    "llava": lambda name, value, i: value[i : i + 1],
+    "qwen2_audio": lambda name, value, i: value[i : i + 1],
+    "qwen2_vl": lambda name, value, i: value[16 * i : 16 * i + 16] if name == "pixel_values" else value[i : i + 1],
+}
+#: What says which tokens are an image's.
+ALONG = {"gemma3": "token_type_ids", "qwen2_vl": "mm_token_type_ids"}
+
+
+def compare_seen(family, seeds):
+    """Prompts of unequal length, with an image or a sound in each."""
+    model = shaken(tiny_model(family, "seq2seq" if family == "qwen2_audio" else "image_text"))
+    if family == "gemma3":  # tied to the embeddings it would say each last token again, whatever it sees
+        weight = torch.randn(model.lm_head.weight.shape, generator=torch.Generator().manual_seed(3))
+        model.lm_head.weight = torch.nn.Parameter(weight)
+    model.generation_config.suppress_tokens = [5]  # no image is written
+    bridge, (tokens, given) = TransformerBridge(model), image_inputs(family)
+    given.pop("mm_token_type_ids", None)
+    name, v = "blocks.1.hook_resid_post", torch.randn(32, generator=torch.Generator().manual_seed(5))
+    ways = [{}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}, {"use_past_kv_cache": False}]
+    edits = [[], [(name, Add(3 * v, positions=-1))], [(name, Add(3 * v, positions=0))], [(name, Scale(0.5))]]
+
+    def all_of(ids):
+        return {ALONG[family]: (ids == 5).int()} if family in ALONG else {}
+
+    for seed in range(seeds):
+        side, way, edit = ("left", "right")[seed % 2], ways[seed // 2 % 4], edits[seed // 3 % 4]
+        drawn, rows = torch.Generator().manual_seed(seed), []
+        for _ in range(2):
+            before, after = torch.randint(1, 5, (2,), generator=drawn).tolist()
+            text = torch.randint(9, 60, (before + after,), generator=drawn)
+            rows.append(torch.cat([text[:before], tokens[0][tokens[0] == 5], text[before:]]))
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=side)
+        mask = torch.nn.utils.rnn.pad_sequence([row * 0 + 1 for row in rows], batch_first=True, padding_side=side)
+        with bridge.hooks(fwd_hooks=Interventions(edit, bridge)):
+            together = bridge.generate(
+                ids, 5, attention_mask=mask, padding_side="left", **given, **all_of(ids), **way, **GREEDY
+            )
+            for i, row in enumerate(rows):
+                own = {name: SEEN[family](name, value, i) for name, value in given.items()}
+                alone = bridge.generate(row[None], 5, **own, **all_of(row[None]), **way, **GREEDY)
+                got = together[i * len(alone) : (i + 1) * len(alone), ids.shape[1] :]
+                assert torch.equal(got, alone[:, len(row) :]), (family, seed, side, way, edit, i)
+
+
 FAMILIES = [*ENCODERS_DECODERS, "t5", *DECODERS]
+
+
+@pytest.mark.parametrize("family", SEEN)
+def test_each_row_with_an_image_is_continued_as_it_would_be_alone(family):
+    compare_seen(family, 24)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SEEN)
+def test_many_rows_with_images_are_continued_as_they_would_be_alone(family):
+    compare_seen(family, 500)
+
+
+def compare_heard(seeds):
+    """What a decoder writes of what an encoder hears: nothing is padded."""
+    bridge = TransformerBridge(tiny_model("whisper", "speech"))
+    bridge.core.generation_config.suppress_tokens = [0]  # transformers ends in an error where padding is all it writes
+    v = torch.randn(32, generator=torch.Generator().manual_seed(5))
+    ways = [{}, {"num_beams": 3}, {"use_past_kv_cache": False}]
+    edits = [
+        [], [("encoder.1.hook_resid_post", Add(3 * v, positions=-1))], [("decoder.1.hook_resid_post", Scale(0.5))],
+        [("decoder.0.hook_resid_post", Add(v, positions=0))],
+    ]  # fmt: skip
+    for seed in range(seeds):
+        drawn, way, edit = torch.Generator().manual_seed(seed), ways[seed % 3], edits[seed // 2 % 4]
+        features = torch.randn(3, 80, 128, generator=drawn)
+        begins = torch.randint(3, 60, (3, 1 + seed % 3), generator=drawn)
+        with bridge.hooks(fwd_hooks=Interventions(edit, bridge)):
+            together = bridge.generate(begins, 5, input_features=features, **way, **GREEDY)
+            for i in range(3):
+                one = slice(i, i + 1)
+                alone = bridge.generate(begins[one], 5, input_features=features[one], **way, **GREEDY)
+                assert torch.equal(together[one], alone), (seed, way, edit, i)
+
+
+def test_each_row_of_sound_is_written_as_it_would_be_alone():
+    compare_heard(8)
+
+
+@pytest.mark.slow
+def test_many_rows_of_sound_are_written_as_they_would_be_alone():
+    compare_heard(500)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -191,6 +281,36 @@ def sound():
         do_stable_layer_norm=True,
     )  # fmt: skip
     return shaken(Wav2Vec2ForCTC(config), 0.1)
+
+
+def compare_padded_sound(seeds):
+    """Runs of an encoder of sound: each row's frames, and an edit of them, are those of a run alone."""
+    bridge, name = TransformerBridge(sound()), "blocks.1.hook_resid_pre"
+    lengths_of = bridge.core._get_feat_extract_output_lengths
+    for seed in range(seeds):
+        drawn = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(2000, 6000, (3,), generator=drawn)
+        rows = [torch.randn(int(n), generator=drawn) for n in lengths]
+        x = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)).long() for row in rows], batch_first=True)
+        edit = (name, Add(torch.arange(32.0).sin(), positions=(-1, 0, 2)[seed % 3]))
+        with bridge.hooks(fwd_hooks=[edit]):
+            together = bridge(x, attention_mask=mask)
+            for i, row in enumerate(rows):
+                alone = bridge(row[None], attention_mask=torch.ones(1, len(row)).long())
+                assert alone.shape[1] == int(lengths_of(lengths[i]))
+                torch.testing.assert_close(together[i : i + 1, : alone.shape[1]], alone, rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
+def test_padded_sound_is_what_it_is_alone():
+    compare_padded_sound(4)
+
+
+@torch.no_grad()
+@pytest.mark.slow
+def test_much_padded_sound_is_what_it_is_alone():
+    compare_padded_sound(500)
 
 
 def test_positions_of_padded_sound_are_counted_in_its_frames():

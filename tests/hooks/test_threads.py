@@ -2,11 +2,14 @@
 
 import asyncio
 import contextvars
+import sys
 import threading
 
+import pytest
 import torch
 
 from bridge import TransformerBridge
+from bridge.taps.taps import LOCK
 from tests.conftest import tiny, torch_hooks
 
 
@@ -55,6 +58,75 @@ def test_concurrent_runs_do_not_see_each_other(bridge, tokens):
     assert not any(
         m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in bridge.original_model.modules()
     )
+
+
+EDITED = ("blocks.1.hook_resid_pre", "blocks.1.attn.hook_q", "blocks.1.attn.hook_pattern", "blocks.2.mlp.hook_post")
+
+
+def half(x, hook):
+    return x * 0.5
+
+
+def with_hooks(model, tokens):
+    hooks = [(name, half) for name in EDITED]
+    model.run_with_hooks(tokens, fwd_hooks=hooks, bwd_hooks=[(name, lambda grad, hook: None) for name in EDITED])
+
+
+def with_a_trace(model, tokens):
+    with model.trace(tokens) as run:
+        for name in EDITED:
+            run[name] = run[name] * 0.5
+
+
+def with_hooks_that_stay(model, tokens):
+    for name in EDITED:
+        model.hook_dict[name].add_hook(lambda x, hook: None)
+    model.reset_hooks()
+
+
+#: What another thread may be doing with a model, at the places where a run has its hooks.
+MEANWHILE = {
+    "hooks": with_hooks,
+    "a cache": lambda model, tokens: model.run_with_cache(tokens),
+    "a trace": with_a_trace,
+    "hooks that stay": with_hooks_that_stay,
+    "another bridge": lambda model, tokens: TransformerBridge(model.original_model).run_with_cache(tokens),
+}
+
+
+@pytest.mark.unchecked  # the type checker's own lines are not ours
+@pytest.mark.parametrize("what", MEANWHILE)
+def test_a_run_keeps_its_hooks_at_every_moment_of_what_others_do(bridge, tokens, what):
+    """Between any two lines with which a thread attaches or detaches something, another one's run may come by."""
+    rooms = ("bridge.hooks", "bridge.wiring", "bridge.taps")
+    seen, moments, locks = {}, set(), (bridge.wiring.lock, LOCK)
+    hooks = [(name, half) for name in EDITED]
+
+    def comes_by(frame, event, arg):
+        moment = frame.f_code.co_filename, frame.f_lineno
+        if event == "line" and any(lock._is_owned() for lock in locks) and moment not in moments:
+            moments.add(moment)
+            with torch.no_grad():
+                found = another.run(bridge, tokens)
+            if not torch.equal(found, right):
+                seen[moment] = float((found - right).abs().max())
+        return comes_by
+
+    def traced(frame, event, arg):
+        return comes_by if frame.f_globals["__name__"].startswith(rooms) else None
+
+    outside = contextvars.copy_context()
+    with bridge.hooks(hooks):
+        with torch.no_grad():
+            right = bridge(tokens)
+        another = contextvars.copy_context()
+        sys.settrace(traced)
+        try:
+            outside.run(MEANWHILE[what], bridge, tokens)
+        finally:
+            sys.settrace(None)
+    assert len(moments) > 20
+    assert not seen
 
 
 ZERO = [("hook_embed", lambda x, hook: x * 0)]

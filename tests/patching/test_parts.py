@@ -183,7 +183,7 @@ def test_a_window_shorter_than_the_prompt(monkeypatch):
     clean = torch.randint(0, 61, (1, 8))
     corrupted = clean.clone()
     corrupted[0, 2] = (corrupted[0, 2] + 5) % 61
-    assert not CorruptedRun(bridge, corrupted, [1]).positions
+    assert not CorruptedRun(bridge, {"input_ids": corrupted}, [1]).positions
     _, cache = bridge.run_with_cache(clean)
     for kind in KINDS:
         function = getattr(ready, f"get_act_patch_{kind}")
@@ -337,5 +337,5 @@ def test_the_last_block_runs_where_the_metric_looks(case, monkeypatch):
     found = ready.get_act_patch_resid_pre(bridge, corrupted, cache, looks, verbose=False)
     right = plainly(monkeypatch, ready.get_act_patch_resid_pre, bridge, corrupted, cache, looks)
     torch.testing.assert_close(found, right, atol=1e-4, rtol=0)
-    if columns and CorruptedRun(bridge, corrupted, [0]).ends_early:
+    if columns and CorruptedRun(bridge, {"input_ids": corrupted}, [0]).ends_early:
         assert columns[:2] == [6, 6] and columns[2] <= 2  # a trial, the last position, all that ran

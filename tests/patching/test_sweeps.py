@@ -109,7 +109,7 @@ def test_runs_that_start_later_give_what_whole_runs_give(bridge, pair, monkeypat
 def test_every_standard_activation_can_be_patched_from_its_layer_on(bridge, pair):
     clean, corrupted = pair
     _, cache = bridge.run_with_cache(clean)
-    runs = PatchedRuns(bridge, corrupted, [bridge.hook_dict["blocks.1.hook_mlp_out"]] * 5)
+    runs = PatchedRuns(bridge, {"input_ids": corrupted}, [bridge.hook_dict["blocks.1.hook_mlp_out"]] * 5)
     assert runs.corrupted.steps
     for name, value in cache.items():
         hook = bridge.hook_dict[name]
@@ -124,7 +124,7 @@ def test_with_gradients_on(bridge, pair):
     _, cache = bridge.run_with_cache(clean)
     right = ready.get_act_patch_mlp_out(bridge, corrupted, cache, metric, verbose=False)
     with torch.enable_grad():
-        assert CorruptedRun(bridge, corrupted, [1]).steps
+        assert CorruptedRun(bridge, {"input_ids": corrupted}, [1]).steps
         ours = ready.get_act_patch_mlp_out(bridge, corrupted, cache, metric, verbose=False)
         assert not ours.requires_grad
         torch.testing.assert_close(ours, right)
@@ -225,7 +225,7 @@ def test_a_model_that_feeds_its_blocks_something_else_is_run_whole(pair, monkeyp
     inner.layers[2].forward = lambda x, *args, **kwargs: forward(x + memory.pop("x", 0), *args, **kwargs)
     clean, corrupted = pair
     _, cache = bridge.run_with_cache(clean)
-    assert may_start_later(bridge) and not CorruptedRun(bridge, corrupted, [0]).steps
+    assert may_start_later(bridge) and not CorruptedRun(bridge, {"input_ids": corrupted}, [0]).steps
     ours = ready.get_act_patch_resid_pre(bridge, corrupted, cache, metric, verbose=False)
     torch.testing.assert_close(ours, by_hand(bridge, corrupted, cache, *READY["resid_pre"]))
 
@@ -236,7 +236,7 @@ def test_families(name, monkeypatch):
     clean = reference(name)["tokens"]
     corrupted = torch.cat([clean[:, :3], (clean[:, 3:5] + 5) % 60, clean[:, 5:]], dim=1)
     _, cache = bridge.run_with_cache(clean)
-    assert CorruptedRun(bridge, corrupted, [1]).steps
+    assert CorruptedRun(bridge, {"input_ids": corrupted}, [1]).steps
     for kind in ("resid_pre", "attn_out", "attn_head_out_all_pos", "attn_head_k_all_pos", "attn_head_pattern_all_pos"):
         function = getattr(ready, f"get_act_patch_{kind}")
         later = function(bridge, corrupted, cache, metric, verbose=False)
@@ -253,7 +253,7 @@ def test_padding_in_front_that_a_model_masks_by_itself():
     clean = model.to_tokens(["Mary and John went", "When Tom and James went"])
     corrupted = clean.flip(0)
     _, cache = model.run_with_cache(clean)
-    assert may_start_later(model) and not CorruptedRun(model, corrupted, [2]).steps
+    assert may_start_later(model) and not CorruptedRun(model, {"input_ids": corrupted}, [2]).steps
     ours = ready.get_act_patch_attn_head_out_all_pos(model, corrupted, cache, metric, verbose=False)
     torch.testing.assert_close(ours, by_hand(model, corrupted, cache, *READY["attn_head_out_all_pos"]))
 

@@ -1,0 +1,12 @@
+"""Hook points inside vLLM: many requests at once, each with its own interventions and captures."""
+
+from typing import TYPE_CHECKING
+
+from adapters.imports import lazily
+
+if TYPE_CHECKING:
+    from bridge.engine.engine import Engine as Engine
+    from bridge.engine.engine import EngineAnswer as EngineAnswer
+
+__all__ = ["Engine", "EngineAnswer"]
+__getattr__, __dir__ = lazily(__name__, Engine="engine", EngineAnswer="engine")

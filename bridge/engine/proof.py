@@ -1,0 +1,196 @@
+"""Whether a hook point of an engine is what it is in a run: tried on the plain model, before it is offered.
+
+The plain model runs a few prompts of unequal length and some tokens that it generates behind them, and the engine the
+same, all together: every point's value is compared, at every token. Then each point has a request that changes it by
+all that tables hold, at some tokens and at all, and the log-probabilities of its next token are compared. What differs
+by more than the bound is refused, with the difference.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adapters.points import Point, base_path, is_inside, module_at
+from adapters.views import Call
+from bridge.bridge import TransformerBridge
+from bridge.engine.tables import EnginePlace
+from bridge.hooks.hooks import HookPoint
+from bridge.interventions import Add, AddScaled, Interventions, Operation, ProjectOut, Scale, Set
+
+#: The lengths of the prompts that are run together, how many tokens follow them, and that of the edited ones.
+_LENGTHS, _NEW, _EDITED = (5, 19, 11), 3, 7
+#: How far values may be from those of the plain model in float32, of the largest of them.
+BOUND = 1e-4
+#: How many of the most likely next tokens are compared.
+MOST_LIKELY = 20
+
+
+def engine_point(hook: HookPoint, model: nn.Module, width: int | None) -> dict[str, Any] | str:
+    """What the worker has to know of a hook point, or why an engine cannot have it.
+
+    Args:
+        hook: the hook point.
+        model: the plain model.
+        width: how many columns its site's tensor has; None: its module was not run.
+    """
+    if (why := why_not(hook.point, model)) or width is None:
+        return why or "its module did not run"
+    site, view = hook.point.site, hook.point.view
+    seen = view.get(torch.arange(float(width)).reshape(1, 1, width), Call(module_at(model, site.path), (), {}))
+    columns = seen.flatten().tolist()
+    if len(set(columns)) != len(columns) or not set(columns) <= set(range(width)):
+        return "it is computed from a tensor of the model, and is no part of one"
+    return {
+        "path": site.path.removeprefix(f"{base_path(model)}."), "kind": site.kind, "key": site.key,
+        "through": view.writes_through, "width": width, "columns": [int(x) for x in columns],
+        "shape": list(seen.shape[2:]),
+    }  # fmt: skip
+
+
+def why_not(point: Point, model: nn.Module) -> str:
+    """Why an engine cannot have a point, as far as its declaration says; "" where it may."""
+    site = point.site
+    if site.kind not in ("input", "output"):
+        return f"it is inside of a module's forward ({site.kind}), which the engine has another for"
+    if not is_inside(site.path, base_path(model)) or "@" in site.path:
+        return f"{site.path} stands outside of what the engine runs, or runs several times"
+    if point.view.contextual or point.sources or point.linked:
+        return "it is computed from a tensor of the model, and is no part of one"
+    return ""
+
+
+def widths_of(bridge: TransformerBridge, hooks: Sequence[HookPoint]) -> dict[str, int]:
+    """How many columns the tensors have at the sites of hook points, seen in a run."""
+    found: dict[str, int] = {}
+    handles = []
+    for hook in hooks:
+        site = hook.point.site
+        if why_not(hook.point, bridge.original_model):
+            continue
+
+        def see(name: str, key: object, given: Any) -> None:
+            tensors = [given] if isinstance(given, Tensor) else list(given)
+            found[name] = int(tensors[key if isinstance(key, int) else 0].shape[-1])
+
+        module = module_at(bridge.original_model, site.path)
+        if site.kind == "input":
+            handles.append(
+                module.register_forward_pre_hook(
+                    lambda m, args, kwargs, n=hook.name, k=site.key, see=see: see(n, None, args or [kwargs[k]]),
+                    with_kwargs=True,
+                )
+            )
+        else:
+            handles.append(module.register_forward_hook(lambda m, a, o, n=hook.name, k=site.key, see=see: see(n, k, o)))
+    try:
+        bridge(torch.tensor([[1, 0]]), return_type=None)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+@dataclass(frozen=True)
+class ProofRequest:
+    """One of the requests that an engine is tried with.
+
+    Attributes:
+        prompt: its tokens.
+        new: how many are generated.
+        edits: the interventions.
+        capture: whose activations are compared.
+    """
+
+    prompt: list[int]
+    new: int
+    edits: Interventions
+    capture: tuple[str, ...]
+
+
+class EngineProof:
+    """What a plain model says of hook points, to be compared with what an engine says.
+
+    Args:
+        bridge: of the plain model, in float32.
+        hooks: the points that the engine has a place for.
+        places: of them.
+        dtype: in which the engine computes.
+        rank: how many directions its tables have room for.
+    """
+
+    def __init__(
+        self, bridge: TransformerBridge, hooks: Sequence[HookPoint], places: Mapping[str, EnginePlace],
+        dtype: torch.dtype, rank: int,
+    ) -> None:  # fmt: skip
+        self.bridge, self.places, self.dtype, self.rank = bridge, places, dtype, rank
+        self.drawn = torch.Generator().manual_seed(0)
+        names = tuple(hook.name for hook in hooks)
+        self.requests = [ProofRequest(self._prompt(n), _NEW, Interventions(), names) for n in _LENGTHS]
+        prompt = self._prompt(_EDITED)
+        with torch.no_grad():
+            _, cache = bridge.run_with_cache(torch.tensor([prompt]), names_filter=list(names))
+        for hook in hooks:
+            edits = Interventions([(hook.name, operation) for operation in self._operations(hook, cache[hook.name])])
+            self.requests.append(ProofRequest(prompt, 1, edits, ()))
+
+    def _prompt(self, length: int) -> list[int]:
+        high, longest = max(2, self.bridge.cfg.d_vocab), (self.bridge.cfg.n_ctx or length + _NEW) - _NEW
+        return torch.randint(min(3, high - 1), high, (min(length, longest),), generator=self.drawn).tolist()
+
+    def _operations(self, hook: HookPoint, seen: Tensor) -> list[Operation]:
+        """All that tables hold, of the size of what is there."""
+        shape, size = seen.shape[2:], float(seen.float().std().clamp_min(1e-3))
+        draw = lambda: torch.randn(shape, generator=self.drawn)
+        found: list[Operation] = [Scale(1 + draw() / 4), Add(draw() * size)]
+        if self.rank:
+            found.append(ProjectOut(torch.randn(shape[-1], generator=self.drawn), heads=0 if len(shape) > 1 else None))
+        if self.places[hook.name].whole and len(shape) == 1:
+            found.insert(0, AddScaled(draw(), 0.5))
+        return [*found, Set(draw() * size, positions=slice(1, 3))]
+
+    @torch.no_grad()
+    def _alone(self, model: TransformerBridge, request: ProofRequest, tokens: Sequence[int]) -> tuple[Tensor, Any]:
+        """Log-probabilities behind each token, and what was seen at the points."""
+        with model.hooks(fwd_hooks=list(request.edits)):
+            names = list(request.capture) or [name for name, _ in request.edits]
+            logits, cache = model.run_with_cache(torch.tensor([list(tokens)]), names_filter=names)
+        return logits[0].float().log_softmax(-1), cache
+
+    def differences(self, answers: Sequence[Any]) -> dict[str, str]:
+        """Why each point is not offered; "" where it is.
+
+        Args:
+            answers: the engine's, of `requests` in order: `tokens`, `activations`, and `likely`, the log-probabilities
+                of the most likely next tokens.
+        """
+        models = [self.bridge]
+        if self.dtype != torch.float32:
+            models.append(TransformerBridge(copy.deepcopy(self.bridge.original_model).to(self.dtype), None))
+        found: dict[str, str] = dict.fromkeys(self.places, "")
+        for request, answer in zip(self.requests, answers, strict=True):
+            tokens = [*request.prompt, *answer.tokens.tolist()[:-1]]
+            (said, seen), *rounded = [self._alone(model, request, tokens) for model in models]
+            for name in request.capture:
+                others = [cache[name][0].float() for _, cache in rounded]
+                self._compare(found, name, "its value", answer.activations[name], seen[name][0], others)
+            if request.edits:
+                ids = torch.tensor(list(answer.likely[0]))
+                likely = torch.tensor(list(answer.likely[0].values()))
+                others = [logs[len(request.prompt) - 1][ids] for logs, _ in rounded]
+                what = "the effect of an edit there"
+                self._compare(found, request.edits[0][0], what, likely, said[len(request.prompt) - 1][ids], others)
+        return found
+
+    def _compare(
+        self, found: dict[str, str], name: str, what: str, here: Tensor, there: Tensor, rounded: Sequence[Tensor]
+    ) -> None:
+        off = float((here.float() - there).abs().max()) if here.shape == there.shape else float("inf")
+        most = BOUND * max(1.0, float(there.abs().max())) + 2 * sum(float((x - there).abs().max()) for x in rounded)
+        if not off <= most and not found[name]:
+            found[name] = f"{what} is off by {off:.2g} from the plain model's (at most {most:.2g})"

@@ -1,0 +1,333 @@
+"""Operations as rows of tables: what is done to a token is looked up by the number of its row, in every pass.
+
+Every operation that can be here makes of an activation ``x`` of one token
+
+    x * scale + add + norm |x| + sum_r out[r] (read[r] . x)
+
+(`RowMap`). What these are is asked of the operation itself, on zeros, ones and its own directions, and tried on random
+numbers, so there is no second meaning of an operation here. Several at one place become one map, in their order; where
+they choose tokens differently, there is a row for each choice that a token can meet (`lower`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+from safetensors.torch import load as tensors_of
+from safetensors.torch import save as bytes_of
+from torch import Tensor
+
+from bridge.hooks.hooks import HookPoint
+from bridge.interventions.operations import (
+    Add,
+    AddScaled,
+    Kept,
+    Operation,
+    ProjectOnto,
+    ProjectOut,
+    Scale,
+    SequencePart,
+    Set,
+    Zero,
+    chosen,
+    orthonormal,
+)
+
+#: What can be a row of a table.
+LOWERED = (Add, Scale, Set, Zero, ProjectOut, ProjectOnto, AddScaled)
+#: How many choices of tokens may meet at one place.
+_CHOICES = 3
+
+
+@dataclass(frozen=True)
+class EnginePlace:
+    """Where a hook point is in the engine's tree.
+
+    Attributes:
+        site: the number of the module's input or output.
+        width: how many columns the tensor there has.
+        columns: which of them are the activation's entries, in order.
+        shape: of the activation of one token.
+    """
+
+    site: int
+    width: int
+    columns: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Whether the activation is all of the tensor."""
+        return len(self.columns) == self.width
+
+
+@dataclass(frozen=True)
+class RowMap:
+    """What is done to an activation ``[feature]`` of one token; see the top of the file.
+
+    Attributes:
+        scale, add, norm: ``[feature]``.
+        out, read: ``[rank feature]``.
+    """
+
+    scale: Tensor
+    add: Tensor
+    norm: Tensor
+    out: Tensor
+    read: Tensor
+
+    @classmethod
+    def of(cls, scale: Tensor, **more: Tensor) -> RowMap:
+        """One that has some of these, the others zero."""
+        none, no_rank = torch.zeros_like(scale), scale.new_zeros(0, len(scale))
+        return cls(**{"scale": scale, "add": none, "norm": none, "out": no_rank, "read": no_rank, **more})
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """What it makes of activations ``[token feature]``."""
+        long = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x * self.scale + self.add + self.norm * long + (x @ self.read.T) @ self.out
+
+    def then(self, last: RowMap) -> RowMap:
+        """This one, and another one behind it, which does not ask for the norm."""
+        linear = lambda v: v * last.scale + (v @ last.read.T) @ last.out
+        out, read = torch.cat([linear(self.out), last.out]), torch.cat([self.read, last.read * self.scale])
+        used = out.any(-1)
+        return RowMap(self.scale * last.scale, linear(self.add) + last.add, linear(self.norm), out[used], read[used])
+
+    def at(self, place: EnginePlace) -> RowMap:
+        """The same for the whole tensor of a site."""
+        if place.columns == tuple(range(place.width)):
+            return self
+        index = torch.tensor(place.columns)
+        put = lambda x, whole: whole.index_copy(-1, index, x)
+        wide = lambda x: put(x, x.new_zeros(*x.shape[:-1], place.width))
+        scale = put(self.scale, self.scale.new_ones(place.width))
+        return RowMap(scale, wide(self.add), wide(self.norm), wide(self.out), wide(self.read))
+
+
+def row_of(operation: Operation, hook: HookPoint, place: EnginePlace) -> RowMap:
+    """What an operation does to the tokens that it chooses.
+
+    Args:
+        operation: the operation.
+        hook: the hook point, of any bridge of the model.
+        place: where that is.
+
+    Raises:
+        ValueError: it cannot be a row of a table.
+    """
+    name = f"{type(operation).__name__} at {hook.name}"
+    if type(operation) not in LOWERED or operation.where is not None or operation.keys is not None:
+        also = "with a condition, " if operation.where is not None else ""
+        raise ValueError(
+            f"{name} {also}cannot be had in an engine, which has {', '.join(kind.__name__ for kind in LOWERED)}: use "
+            "bridge.generate_batch"
+        )
+    operation.check_alone(hook)
+    still = replace(operation, positions=None, part="all", from_step=0)
+    width = len(place.columns)
+
+    def made(x: Tensor) -> Tensor:
+        activation = x.reshape(1, len(x), *place.shape)
+        return still(activation, hook).expand_as(activation).reshape(x.shape)
+
+    zeros, ones = torch.zeros(1, width, dtype=torch.float64), torch.ones(1, width, dtype=torch.float64)
+    if isinstance(operation, ProjectOut):
+        mask = still.mask(zeros.reshape(1, 1, *place.shape), hook)
+        acts = ones[0] if mask is None else mask.expand(1, 1, *place.shape).reshape(width).double()
+        scale = 1 - acts if isinstance(operation, ProjectOnto) else ones[0]
+        rows = operation.number("directions", zeros, {}, hook)
+        basis = orthonormal(rows.reshape(-1, rows.shape[-1]))
+        read = torch.zeros(width // basis.shape[-1], len(basis), width // basis.shape[-1], basis.shape[-1]).double()
+        for head in range(len(read)):
+            read[head, :, head] = basis
+        read = read.reshape(-1, width)
+        out = made(read) - read * scale
+        found = RowMap.of(scale, out=out[out.any(-1)], read=read[out.any(-1)])
+    elif isinstance(operation, AddScaled):
+        if len(place.shape) > 1 or not place.whole:
+            raise ValueError(f"{name} cannot be had in an engine: its activation is a part of a tensor there")
+        unit = torch.nn.functional.one_hot(torch.tensor([0]), width).double()
+        found = RowMap.of(ones[0], norm=(made(unit) - unit)[0])
+    else:
+        add = made(zeros)[0]
+        found = RowMap.of((made(ones)[0] - add).nan_to_num(0.0), add=add)
+    tried = torch.randn(4, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    if not torch.allclose(found(tried), made(tried), rtol=1e-6, atol=1e-6, equal_nan=True):
+        raise ValueError(f"{name} cannot be had in an engine: no row of a table does what it does")
+    return found.at(place)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# All interventions of one request.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TokenChoice:
+    """Which tokens of a request an operation acts on; see `Operation`."""
+
+    positions: Kept = None
+    part: str = "all"
+    from_step: int = 0
+
+    @classmethod
+    def of(cls, operation: Operation) -> TokenChoice:
+        """That of an operation."""
+        kept = operation.positions
+        assert kept is None or isinstance(kept, slice | tuple)
+        return cls(kept, operation.part, operation.from_step)
+
+    def mask(self, first: int, length: int, prompt: int) -> Tensor:
+        """Which of some tokens, ``[length]``.
+
+        Args:
+            first: the place of the first of them.
+            length: how many there are.
+            prompt: how many tokens the prompt has.
+
+        Raises:
+            IndexError: the prompt has no such position.
+        """
+        if self.positions is not None:
+            return chosen(self.positions, SequencePart(first, length, prompt), "a position", torch.empty(0))
+        places = torch.arange(first, first + length)
+        if self.part == "prompt":
+            return places < prompt
+        return places >= (prompt if self.part == "generated" else prompt + self.from_step - 1 if self.from_step else 0)
+
+
+@dataclass(frozen=True)
+class SiteRows:
+    """What a request does at one site.
+
+    Attributes:
+        site: its number.
+        choices: of tokens; a token that the first and third are true of has the code 1 + 4, one that none is true of 0.
+        codes: those that have a row.
+        tables: by name, ``[row ...]``.
+    """
+
+    site: int
+    choices: tuple[TokenChoice, ...]
+    codes: tuple[int, ...]
+    tables: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class EngineEdit:
+    """Interventions as rows of tables.
+
+    Attributes:
+        key: a digest of all of it: equal for those that do the same.
+        sites: where it does something.
+    """
+
+    key: str
+    sites: tuple[SiteRows, ...]
+
+    def check_prompt(self, length: int) -> None:
+        """Refuses a prompt that has not the positions that are chosen.
+
+        Raises:
+            IndexError: it is one.
+        """
+        for choice in (choice for site in self.sites for choice in site.choices):
+            choice.mask(0, length, length)
+
+
+def lower(pairs: Sequence[tuple[HookPoint, Any]], places: Mapping[str, EnginePlace], rank: int) -> EngineEdit:
+    """Interventions as rows of tables.
+
+    Args:
+        pairs: hook points and operations, in the order in which they act.
+        places: of the hook points.
+        rank: how many directions a row has room for.
+
+    Raises:
+        ValueError: something that cannot be a row.
+        TypeError: a function.
+    """
+    at_site: dict[int, list[tuple[str, Operation, RowMap]]] = {}
+    for hook, operation in pairs:
+        if not isinstance(operation, Operation):
+            raise TypeError(
+                f"the intervention at {hook.name} is {operation!r}, a function, and an engine's pass holds no Python: "
+                "use an operation of bridge.interventions, or bridge.generate_batch"
+            )
+        place = places[hook.name]
+        at_site.setdefault(place.site, []).append((hook.name, operation, row_of(operation, hook, place)))
+    sites = tuple(_site_rows(site, found, rank) for site, found in at_site.items())
+    total = hashlib.sha256(str([(site.site, site.choices, site.codes) for site in sites]).encode())
+    for table in (table for site in sites for table in site.tables.values()):
+        total.update(f"{list(table.shape)}".encode() + table.numpy().tobytes())
+    return EngineEdit(total.hexdigest(), sites)
+
+
+def _site_rows(site: int, found: Sequence[tuple[str, Operation, RowMap]], rank: int) -> SiteRows:
+    names = ", ".join(f"{type(operation).__name__} at {name}" for name, operation, _ in found)
+    choices = [TokenChoice.of(operation) for _, operation, _ in found]
+    several = [TokenChoice(), *choices]  # that of all tokens needs no row of its own; a slice has no hash
+    distinct = [choice for place, choice in enumerate(several) if choice not in several[:place]][1:]
+    if len(distinct) > _CHOICES:
+        raise ValueError(f"{names}: at most {_CHOICES} choices of tokens can meet at one place of an engine")
+    rows: dict[int, RowMap] = {}
+    for held in product((False, True), repeat=len(distinct)):
+        true = [TokenChoice(), *(choice for choice, holds in zip(distinct, held, strict=True) if holds)]
+        maps = [made for choice, (_, _, made) in zip(choices, found, strict=True) if choice in true]
+        if not maps:
+            continue
+        if any(made.norm.any() for made in maps[1:]):
+            raise ValueError(f"{names}: AddScaled can only be the first at one place of an engine")
+        whole = maps[0]
+        for made in maps[1:]:
+            whole = whole.then(made)
+        if len(whole.out) > rank:
+            raise ValueError(
+                f"{names}: {len(whole.out)} directions, and this engine has room for {rank}: Engine(rank=)"
+            )
+        rows[sum(2**place for place, holds in enumerate(held) if holds)] = whole
+    room = lambda x: torch.nn.functional.pad(x, (0, 0, 0, rank - len(x)))
+    tables = {name: torch.stack([getattr(row, name) for row in rows.values()]) for name in ("scale", "add", "norm")}
+    tables |= {name: torch.stack([room(getattr(row, name)) for row in rows.values()]) for name in ("out", "read")}
+    return SiteRows(site, tuple(distinct), tuple(rows), {name: table.float() for name, table in tables.items()})
+
+
+def packed(edits: Sequence[EngineEdit]) -> tuple[str, bytes]:
+    """Edits as they are sent to another process: JSON, and tensors as safetensors. Nothing in them is ever run."""
+    said: list[object] = []
+    tensors: dict[str, Tensor] = {}
+    for number, edit in enumerate(edits):
+        sites = []
+        for place, site in enumerate(edit.sites):
+            choices = []
+            for choice in site.choices:
+                index = choice.positions
+                kept = [index.start, index.stop, index.step] if isinstance(index, slice) else index
+                choices.append([isinstance(index, slice), kept, choice.part, choice.from_step])
+            sites.append([site.site, choices, site.codes])
+            tensors |= {f"{number}.{place}.{name}": table for name, table in site.tables.items()}
+        said.append([edit.key, sites])
+    return json.dumps(said), bytes_of(tensors)
+
+
+def unpacked(said: str, data: bytes) -> list[EngineEdit]:
+    """The other way."""
+    tensors, edits = tensors_of(data), []
+    for number, (key, sites) in enumerate(json.loads(said)):
+        made = []
+        for place, (site, choices, codes) in enumerate(sites):
+            kept = [
+                TokenChoice(slice(*index) if ranged else None if index is None else tuple(index), part, step)
+                for ranged, index, part, step in choices
+            ]
+            tables = {name: tensors[f"{number}.{place}.{name}"] for name in ("scale", "add", "norm", "out", "read")}
+            made.append(SiteRows(site, tuple(kept), tuple(codes), tables))
+        edits.append(EngineEdit(key, tuple(made)))
+    return edits

@@ -1,0 +1,213 @@
+"""In the engine's process: hook points in the tree before it is compiled, and for each pass, whose tokens are whose.
+
+In the forward nothing is done for each request. At a placed site every token has the number of a row (0: nothing is
+done), and all tokens are changed at once by what the tables say of their rows; then the tensor is copied into a buffer.
+Before a pass the numbers are filled in from the requests that it holds; after it, what was asked for is taken out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from safetensors.torch import save as bytes_of
+from torch import Tensor, nn
+
+from bridge.engine import insides
+from bridge.engine.tables import SiteRows, unpacked
+
+Captures = dict[tuple[int, int], dict[str, list[tuple[int, Tensor]]]]
+
+
+class EngineSite:
+    """A module's input or output in the engine: tables of edits, each token's row, a buffer of what passed.
+
+    All are buffers of the module, so that they are part of what is compiled.
+
+    Args:
+        module: the module.
+        kind: ``"input"`` or ``"output"``.
+        key: the name of an input, or the place in a tuple; None: the first.
+        through: an edit is written into the tensor itself, which others hold, too.
+        width: how many columns the tensor has.
+        room: the numbers of rows, directions, tokens.
+        like: a tensor of the model's type and device.
+    """
+
+    def __init__(
+        self, module: nn.Module, kind: str, key: int | str | None, through: bool, width: int,
+        room: tuple[int, int, int], like: Tensor,
+    ) -> None:  # fmt: skip
+        rows, rank, tokens = room
+        self.module, self.tag, self.key, self.through = module, f"_bridge_{kind}_{key}", key, through
+        self.editing = self.keeping = True  # while the pass is traced; eager ones are told each time
+        tables = {"scale": like.new_ones(rows, width), "add": like.new_zeros(rows, width)}
+        tables |= {"norm": like.new_zeros(rows, width), "kept": like.new_zeros(tokens, width)}
+        tables |= {"out": like.new_zeros(rows, rank, width), "read": like.new_zeros(rows, rank, width)}
+        tables["row"] = torch.zeros(tokens, dtype=torch.long, device=like.device)
+        for name, table in tables.items():
+            module.register_buffer(f"{self.tag}_{name}", table, persistent=False)
+        if kind == "input":
+            module.register_forward_pre_hook(self._before, with_kwargs=True)
+        else:
+            module.register_forward_hook(self._after)
+
+    def table(self, name: str) -> Tensor:
+        """One of its buffers."""
+        found: Tensor = getattr(self.module, f"{self.tag}_{name}")
+        return found
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if args:
+            return (self._seen(args[0]), *args[1:]), kwargs
+        name = self.key if isinstance(self.key, str) else next(iter(kwargs))
+        return args, {**kwargs, name: self._seen(kwargs[name])}
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+        if isinstance(out, Tensor):
+            return self._seen(out)
+        place = self.key if isinstance(self.key, int) else 0
+        return tuple([self._seen(x) if at == place else x for at, x in enumerate(out)])
+
+    def _seen(self, x: Tensor) -> Tensor:
+        """What becomes of the tensor ``[..., token, column]`` of a pass."""
+        tokens = x.shape[-2]
+        if self.editing:
+            row = self.table("row")[:tokens]
+            long = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).to(x.dtype)
+            new = x * self.table("scale")[row] + self.table("add")[row] + self.table("norm")[row] * long
+            along = (x.unsqueeze(-2) * self.table("read")[row]).sum(-1, keepdim=True)
+            new = new + (along * self.table("out")[row]).sum(-2)
+            new = torch.where((row > 0).unsqueeze(-1), new, x)  # bit by bit what it was, whatever it was
+            x = x.copy_(new) if self.through else new
+        if self.keeping:
+            self.table("kept")[:tokens].copy_(x.reshape(tokens, x.shape[-1]))
+        return x
+
+
+class EnginePoints:
+    """The hook points of an engine, in its process: which were found in its tree, what was asked of each request.
+
+    Args:
+        runner: vLLM's.
+        config: of the points, by name: path, kind, key, through, width, columns; and ``rows``, ``rank``.
+    """
+
+    def __init__(self, runner: Any, config: Mapping[str, Any]) -> None:
+        self.runner, self.compiled = runner, insides.is_compiled(runner)
+        self.sites: list[EngineSite] = []
+        self.places: dict[str, dict[str, object]] = {}
+        self.columns: dict[str, tuple[int, Tensor]] = {}
+        self.edits: dict[str, list[tuple[SiteRows, Tensor]]] = {}
+        self.captures: Captures = {}
+        self.edited_blocks: set[int] = set()
+        room = (config["rows"] + 1, config["rank"], runner.max_num_tokens)
+        like = next(runner.model.parameters()).detach().new_zeros(0, dtype=runner.dtype)
+        known: dict[tuple[nn.Module, str, object], int] = {}
+        for name, point in config["points"].items():
+            found = insides.found_in(runner.model, point["path"])
+            if found is None or (point["kind"] == "input" and found[2] is not None):
+                self.places[name] = {"refused": f"the engine's tree has no module {point['path']}"}
+                continue
+            module, offset, wide = found
+            width = wide or point["width"]
+            at = (module, point["kind"], point["key"])
+            if at not in known:
+                known[at] = len(self.sites)
+                self.sites.append(EngineSite(*at, point["through"], width, room, like))
+            columns = [column + offset for column in point["columns"]]
+            self.columns[name] = known[at], torch.tensor(columns, device=like.device)
+            self.places[name] = {"site": known[at], "width": width, "columns": columns}
+        insides.around_passes(runner, self._begin, self._end)
+
+    def edit(self, said: str, data: bytes) -> None:
+        """Fills the tables with the rows of some edits, and forgets those before.
+
+        Args:
+            said, data: see `packed`.
+        """
+        self.edits, self.captures = {}, {}
+        free = [1] * len(self.sites)
+        for edit in unpacked(said, data):
+            rows = []
+            for site in edit.sites:
+                begin = free[site.site]
+                free[site.site] = end = begin + len(site.codes)
+                for name, table in site.tables.items():
+                    self.sites[site.site].table(name)[begin:end].copy_(table)
+                lookup = torch.zeros(2 ** len(site.choices), dtype=torch.long)
+                lookup[torch.tensor(site.codes)] = torch.arange(begin, end)
+                rows.append((site, lookup))
+            self.edits[edit.key] = rows
+
+    def _begin(self) -> list[insides.Span]:
+        """Says of each token of the pass which rows it has."""
+        spans = insides.spans_of(self.runner)
+        insides.zero_begun_blocks(self.runner, spans, self.edited_blocks)
+        total = spans[-1].end if spans else 0
+        rows: dict[int, Tensor] = {}
+        for span in spans:
+            for at, lookup in self.edits[span.ticket["edit"]] if span.ticket.get("edit") else ():
+                row = rows.setdefault(at.site, torch.zeros(total, dtype=torch.long))
+                length, code = span.end - span.begin, 0
+                for place, choice in enumerate(at.choices):
+                    code = code + choice.mask(span.first, length, span.prompt).long() * 2**place
+                row[span.begin : span.end] = lookup[code]
+        asked = {self.columns[name][0] for span in spans for name in span.ticket.get("capture", ())}
+        for number, site in enumerate(self.sites):
+            if self.compiled or site.editing:
+                site.table("row").zero_()
+            if number in rows:
+                site.table("row")[:total].copy_(rows[number])
+            if not self.compiled:
+                site.editing, site.keeping = number in rows, number in asked
+        return spans
+
+    def _end(self, spans: Sequence[insides.Span]) -> None:
+        """Takes what was asked for out of the buffers."""
+        for span in spans:
+            for name in span.ticket.get("capture", ()):
+                site, columns = self.columns[name]
+                kept = self.sites[site].table("kept")[span.begin : span.end].index_select(-1, columns).cpu()
+                parts = self.captures.setdefault((span.ticket["number"], span.sample), {}).setdefault(name, [])
+                parts.append((span.first, kept))
+
+    def take(self, numbers: Sequence[int]) -> bytes:
+        """What was captured of requests, as safetensors: ``number/sample/name -> [pos column]``, from the first on.
+
+        Args:
+            numbers: of their tickets.
+        """
+        found = {}
+        for asked, sample in [key for key in self.captures if key[0] in numbers]:
+            for name, parts in self.captures.pop((asked, sample)).items():
+                whole = parts[0][1].new_full(
+                    (max(first + len(x) for first, x in parts), parts[0][1].shape[-1]), torch.nan
+                )
+                for first, x in parts:  # what was computed again, after it was preempted, stands last
+                    whole[first : first + len(x)] = x
+                found[f"{asked}/{sample}/{name}"] = whole
+        return bytes_of(found)
+
+
+class BridgeWorker(insides.worker_class()):  # type: ignore[misc]
+    """vLLM's worker, with hook points in its model."""
+
+    def load_model(self, **options: Any) -> None:
+        """Loads the model, and places the hook points before anything is compiled."""
+        insides.repair(self.vllm_config.model_config.hf_config)
+        super().load_model(**options)
+        self.bridge_points = EnginePoints(self.model_runner, self.vllm_config.additional_config["bridge"])
+
+    def bridge_places(self) -> dict[str, dict[str, object]]:
+        """Where each hook point is, or why it is not."""
+        return self.bridge_points.places
+
+    def bridge_edit(self, said: str, data: bytes) -> None:
+        """See `EnginePoints.edit`."""
+        self.bridge_points.edit(said, data)
+
+    def bridge_take(self, numbers: list[int]) -> bytes:
+        """See `EnginePoints.take`."""
+        return self.bridge_points.take(numbers)

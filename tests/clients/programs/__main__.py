@@ -1,0 +1,58 @@
+"""Runs functions of one checkout, and stores numbers: `python -m tests.clients.programs NAME FOLDER FILE [ours]`."""
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from types import ModuleType
+from unittest.mock import MagicMock
+
+import torch
+
+#: What programs import for pictures, logs and tables of results, and nothing that is run here needs.
+UNUSED = ("wandb", "pygraphviz", "cmapy", "plotly", "networkx", "matplotlib", "seaborn", "zstandard")
+
+
+class Nothing(ModuleType):
+    """A module that has every name."""
+
+    __path__ = ()
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return MagicMock()
+
+
+class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds modules of `UNUSED` packages that are not installed."""
+
+    def find_spec(self, name, path=None, target=None):
+        return importlib.machinery.ModuleSpec(name, self) if name.partition(".")[0] in UNUSED else None
+
+    def create_module(self, spec):
+        return Nothing(spec.name)
+
+    def exec_module(self, module):
+        pass
+
+
+def main(name: str, folder: str, file: str, whose: str = "theirs") -> None:
+    """Runs one program with the one library or the other."""
+    torch.set_num_threads(1)
+    if whose == "ours":
+        import bridge.legacy.as_transformer_lens  # noqa: F401  # before the program imports the other one
+    import transformer_lens
+
+    is_ours = transformer_lens.__name__.startswith("bridge")
+    assert is_ours == (whose == "ours"), transformer_lens.__file__
+    sys.meta_path.append(Absent())  # behind the finders of what is installed
+    sys.path.insert(0, folder)
+    program = importlib.import_module(f"tests.clients.programs.{name}")
+    torch.manual_seed(0)
+    torch.save({key: torch.as_tensor(value).detach().double() for key, value in program.numbers().items()}, file)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

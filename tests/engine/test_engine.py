@@ -1,0 +1,299 @@
+"""An engine's requests are what each is alone in the library, whoever is in its passes: `make engine` runs these."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from bridge import TransformerBridge
+from bridge.engine import Engine
+from bridge.engine import engine as of_engine
+from bridge.interventions import Add, AddScaled, Interventions, Operation, ProjectOnto, ProjectOut, Scale, Set, Zero
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.filterwarnings("ignore"),  # those of vLLM, as it is imported
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: `make engine`"),
+]
+D, D_HEAD, LAYERS = 64, 32, 2
+POINTS = [
+    "hook_resid_pre",
+    "hook_resid_mid",
+    "hook_resid_post",
+    "hook_attn_out",
+    "hook_mlp_out",
+    "attn.hook_q",
+    "attn.hook_k",
+]
+POINTS += ["attn.hook_v", "attn.hook_z", "mlp.hook_pre", "mlp.hook_pre_linear", "mlp.hook_post"]
+#: Small, so that passes hold chunks of prompts, and requests that do not fit are preempted.
+OPTIONS: dict[str, Any] = {
+    "enforce_eager": True, "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 48, "block_size": 32,
+    "num_gpu_blocks_override": 14, "gpu_memory_utilization": 0.05, "disable_log_stats": False,
+}  # fmt: skip
+
+
+def named(names: list[str] = POINTS) -> list[str]:
+    return [f"blocks.{layer}.{name}" for layer in range(LAYERS) for name in names]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with random weights, with heads of a size that vLLM's kernel on processors has."""
+    config = LlamaConfig(
+        hidden_size=D, intermediate_size=96, num_hidden_layers=LAYERS, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=199, max_position_embeddings=256, initializer_range=0.2, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(place := tmp_path_factory.mktemp("models") / "llama")
+    return place
+
+
+@pytest.fixture(scope="module")
+def bridge(folder: Path) -> TransformerBridge:
+    return TransformerBridge(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), None)
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[Engine]:
+    made = Engine(folder, [*named(), "blocks.0.attn.hook_pattern"], rows=8, rank=4, **OPTIONS)
+    yield made
+    made.close()
+
+
+def prompts_of(drawn: random.Random, count: int, most: int = 70) -> list[list[int]]:
+    return [[drawn.randrange(3, 199) for _ in range(drawn.randint(4, most))] for _ in range(count)]
+
+
+def operation_at(drawn: random.Random, point: str) -> Operation:
+    """A random operation that fits a point."""
+    head = "attn" in point and "hook_attn_out" not in point
+    width = D_HEAD if head else 96 if ".mlp." in point else D
+    vector = torch.randn(width, generator=torch.Generator().manual_seed(drawn.randrange(10**6)))
+    where: dict[str, Any] = drawn.choice(
+        [{}, {"part": "generated"}, {"part": "prompt"}, {"positions": -1}, {"positions": slice(1, 3)}, {"from_step": 2}]
+    )
+    if head and drawn.random() < 0.5:
+        where["heads"] = 0
+    kinds = [Add(vector, 0.7, **where), Scale(0.3, **where), Set(vector, **where), Zero(**where)]
+    if (
+        not head or "heads" in where or point.endswith(("hook_k", "hook_v"))
+    ):  # as many directions as tables have room for
+        kinds += [ProjectOut(vector, **where), ProjectOnto(vector, **where)]
+    return drawn.choice(
+        [*kinds, AddScaled(vector, 0.5, **where)] if point.split(".")[-1].startswith("hook_resid") else kinds
+    )
+
+
+def edits_of(drawn: random.Random) -> Interventions | None:
+    points = drawn.sample(named(), drawn.choice([0, 1, 1, 2, 3]))
+    return Interventions([(point, operation_at(drawn, point)) for point in points]) if points else None
+
+
+def alone(
+    bridge: TransformerBridge, prompt: list[int], edits: Interventions | None, new: int, capture: list[str]
+) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """What `bridge.generate` says of one request."""
+    with bridge.hooks(fwd_hooks=list(edits or ())):
+        out, cache = bridge.generate(
+            torch.tensor([prompt]), new, do_sample=False, stop_at_eos=False, verbose=False, return_type="tokens",
+            return_cache=True, names_filter=capture or ["hook_embed"],
+        )  # fmt: skip
+    return out[0, -new:].tolist(), {name: cache[name][0] for name in capture}
+
+
+def assert_alone(
+    engine: Engine, bridge: TransformerBridge, prompts: list[list[int]], each: list[Interventions | None], new: int,
+    capture: list[str],
+) -> None:  # fmt: skip
+    """Every request of a batch has the tokens, and what was captured of it, that it has alone."""
+    answers = engine.generate(prompts, new, each, capture, stop_at_eos=False)
+    for answer, prompt, edits in zip(answers, prompts, each, strict=True):
+        tokens, seen = alone(bridge, prompt, edits, new, capture)
+        assert answer.tokens.tolist() == tokens, (answer.index, edits)
+        for name in capture:
+            wanted = seen[name]
+            assert answer.activations[name].shape == wanted.shape
+            assert (answer.activations[name] - wanted).abs().max() <= 1e-4 * wanted.abs().max().clamp_min(1), name
+
+
+def test_all_of_them_are_offered_and_the_others_are_refused_by_name(engine: Engine) -> None:
+    assert engine.offered() == [name for name in engine.bridge.hook_dict if name in named()]
+    assert set(engine.refused) == {"blocks.0.attn.hook_pattern"}
+    with pytest.raises(ValueError, match="hook_pattern is not offered in this engine: it is inside of"):
+        engine.generate([[5, 6]], 2, capture=["blocks.0.attn.hook_pattern"])
+    with pytest.raises(ValueError, match="not among the points that this engine was started with"):
+        engine.generate([[5, 6]], 2, [[("hook_embed", Scale(2.0))]])
+    with pytest.raises(ValueError, match="each has 1 sets of interventions, and there are 2 prompts"):
+        engine.generate([[5, 6], [7]], 2, [None])
+
+
+def test_every_point_is_a_runs_at_every_token(engine: Engine, bridge: TransformerBridge) -> None:
+    prompts = prompts_of(random.Random(0), 9)
+    assert_alone(engine, bridge, prompts, [None] * 9, 5, engine.offered())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_batches_are_token_for_token_what_each_is_alone(
+    engine: Engine, bridge: TransformerBridge, seed: int
+) -> None:
+    drawn = random.Random(seed)
+    prompts = prompts_of(drawn, drawn.randint(2, 20))
+    each = [edits_of(drawn) for _ in prompts]
+    assert_alone(engine, bridge, prompts, each, 6, drawn.sample(named(), drawn.choice([0, 1, 2])))
+
+
+@pytest.mark.slow
+def test_two_hundred_random_batches(engine: Engine, bridge: TransformerBridge) -> None:
+    """Some minutes: 2 to 64 requests, each with up to three random operations at random points."""
+    for seed in range(100, 300):
+        drawn = random.Random(seed)
+        prompts = prompts_of(drawn, drawn.randint(2, 64))
+        assert_alone(engine, bridge, prompts, [edits_of(drawn) for _ in prompts], 4, [])
+        print(seed, len(prompts), flush=True)
+
+
+def test_requests_that_were_preempted_and_computed_again_are_what_they_are_alone(
+    engine: Engine, bridge: TransformerBridge
+) -> None:
+    def preempted() -> int:
+        return sum(int(metric.value) for metric in engine._vllm.get_metrics() if metric.name == "vllm:num_preemptions")
+
+    drawn, before = random.Random(5), preempted()
+    prompts = prompts_of(drawn, 8, most=60)
+    each = [edits_of(drawn) for _ in prompts]
+    assert_alone(engine, bridge, prompts, each, 50, ["blocks.1.hook_resid_post"])
+    assert preempted() > before
+
+
+def test_a_prefix_is_shared_by_requests_of_the_same_edit_alone(engine: Engine, bridge: TransformerBridge) -> None:
+    """An edited request before, between and after plain ones with the same prompt, and the same again."""
+    (prompt,) = prompts_of(random.Random(1), 1, most=4)
+    prompt = [*prompt, *range(3, 90)]
+    vector = torch.randn(D, generator=torch.Generator().manual_seed(3))
+    add = Interventions([("blocks.0.hook_resid_post", Add(vector))])
+    other = Interventions([("blocks.0.hook_resid_post", Add(-vector))])
+    for each in ([add, None, add], [None], [add], [None, other, add, None], [other]):
+        for edits in each:  # one after the other, so that there is a prefix to share
+            assert_alone(engine, bridge, [prompt], [edits], 4, [])
+        assert_alone(engine, bridge, [prompt] * len(each), list(each), 4, [])
+        assert_alone(engine, bridge, [prompt] * len(each), list(each), 4, ["blocks.1.hook_mlp_out"])
+
+
+def test_a_prefix_is_shared_at_all(engine: Engine) -> None:
+    def hits() -> int:
+        names = ("vllm:prefix_cache_hits",)
+        return sum(int(metric.value) for metric in engine._vllm.get_metrics() if metric.name in names)
+
+    each = [[("blocks.0.hook_resid_post", Add(3.5))]]
+    prompt = list(range(3, 100))
+    engine.generate([prompt], 1, each)
+    before = hits()
+    engine.generate([prompt], 1, each)
+    assert hits() > before
+
+
+def test_several_samples_have_captures_of_their_own(engine: Engine, bridge: TransformerBridge) -> None:
+    name, edits = "blocks.1.hook_resid_post", Interventions([("blocks.0.hook_mlp_out", Scale(0.2, part="generated"))])
+    answers = engine.generate(
+        [[5, 6, 7, 8], [9, 10]], 6, [edits, None], [name], stop_at_eos=False, n=3, temperature=2.0
+    )
+    assert [(a.index, a.sample) for a in answers] == [(i, s) for i in range(2) for s in range(3)]
+    assert len({tuple(answer.tokens.tolist()) for answer in answers}) > 2
+    for answer in answers:
+        prompt = [[5, 6, 7, 8], [9, 10]][answer.index]
+        tokens = torch.tensor([[*prompt, *answer.tokens.tolist()[:-1]]])
+        own = [("blocks.0.hook_mlp_out", Scale(0.2, positions=slice(4, None)))] if answer.index == 0 else []
+        with bridge.hooks(fwd_hooks=own):
+            wanted = bridge.run_with_cache(tokens, names_filter=[name])[1][name][0]
+        assert torch.allclose(answer.activations[name], wanted, atol=1e-4)
+
+
+def test_what_is_no_number_stays_with_its_request(engine: Engine, bridge: TransformerBridge) -> None:
+    broken = Interventions([("blocks.0.hook_resid_pre", Add(float("nan")))])
+    drawn = random.Random(7)
+    prompts = prompts_of(drawn, 6)
+    each = [broken if index % 2 else None for index in range(6)]
+    for _ in range(3):  # its blocks of keys and values are others' afterwards
+        answers = engine.generate(prompts, 4, each, ["blocks.1.hook_resid_post"], stop_at_eos=False)
+        assert all(bool(a.activations["blocks.1.hook_resid_post"].isnan().all()) == bool(a.index % 2) for a in answers)
+        for answer in answers[::2]:
+            assert answer.tokens.tolist() == alone(bridge, prompts[answer.index], None, 4, [])[0]
+        fresh = prompts_of(drawn, 6)
+        assert_alone(engine, bridge, fresh, [None] * 6, 4, ["blocks.1.hook_resid_post"])
+
+
+def test_who_leaves_a_stream_leaves_nothing_behind(engine: Engine, bridge: TransformerBridge) -> None:
+    prompts = prompts_of(random.Random(2), 12, most=30)
+    stream = engine.stream(prompts, 20, [[("blocks.0.hook_resid_post", Scale(0.1))]] * 12, stop_at_eos=False)
+    first = next(stream)
+    assert len(first.tokens) == 20
+    with pytest.raises(ValueError, match="another stream of this engine is under way"):
+        engine.generate(prompts, 2)
+    stream.close()
+    assert_alone(engine, bridge, prompts, [None] * 12, 4, ["blocks.0.hook_resid_post"])
+
+
+def test_more_edits_than_rows_are_done_in_turn(engine: Engine, bridge: TransformerBridge) -> None:
+    prompts = prompts_of(random.Random(3), 20, most=20)
+    each = [Interventions([("blocks.1.hook_resid_mid", Add(0.1 * i, features=[i]))]) for i in range(20)]
+    assert_alone(engine, bridge, prompts, list(each), 3, [])
+
+
+def test_the_second_start_compares_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was proved is kept; a place in the tree that is another is found, and kept as refused."""
+    monkeypatch.setenv("TRANSFORMER_BRIDGE_CACHE", str(tmp_path))
+    found = of_engine.engine_point
+
+    def moved(hook: Any, *rest: Any) -> Any:
+        """One point's place is that of another layer's."""
+        said = found(hook, *rest)
+        return {**said, "path": "layers.0.mlp"} if hook.name == "blocks.1.hook_mlp_out" else said
+
+    monkeypatch.setattr(of_engine, "engine_point", moved)
+    points = ["blocks.0.hook_resid_post", "blocks.1.hook_mlp_out"]
+    made = Engine(folder, points, **OPTIONS)
+    made.close()
+    assert made.offered() == points[:1]
+    assert "its value is off by" in made.refused[points[1]]
+    monkeypatch.setattr(of_engine, "EngineProof", None)
+    again = Engine(folder, points, **OPTIONS)
+    again.close()
+    assert again.refused == made.refused
+
+
+def test_the_page_shows_what_happens(tmp_path: Path) -> None:
+    """The first result of docs/engine.md, on the shipped model."""
+    page = (Path(__file__).parents[2] / "docs" / "engine.md").read_text()
+    (tmp_path / "first.py").write_text(page.split("```text\n# first.py\n")[1].split("```")[0])
+    found = subprocess.run([sys.executable, "first.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stderr
+    offered, *lines = found.stdout.strip().splitlines()
+    assert offered == "['blocks.1.hook_resid_post', 'blocks.3.attn.hook_z'] {}"
+    assert len(lines) == 3 and lines[0].startswith(" Mary") and all("4, 32])" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_compiled_it_is_the_same(folder: Path, bridge: TransformerBridge) -> None:
+    """A minute or two: vLLM's compilation, with the tables in what is compiled."""
+    made = Engine(folder, named(), rows=8, **{**OPTIONS, "enforce_eager": False})
+    drawn = random.Random(11)
+    assert made.offered() == [name for name in made.bridge.hook_dict if name in named()]
+    prompts = prompts_of(drawn, 12)
+    each = [edits_of(drawn) for _ in prompts]
+    assert_alone(made, bridge, prompts, each, 6, ["blocks.1.hook_resid_post", "blocks.0.attn.hook_z"])
+    assert_alone(made, bridge, prompts, [None] * 12, 6, ["blocks.1.hook_resid_post"])
+    made.close()

@@ -1,0 +1,167 @@
+"""Operations as rows of tables: they do what the operation does, or are refused by name. vLLM is not needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bridge import TransformerBridge
+from bridge.engine.insides import EngineVersionError, check_vllm, started, vllm_version
+from bridge.engine.proof import engine_point, widths_of
+from bridge.engine.tables import LOWERED, EnginePlace, SiteRows, lower, packed, row_of, unpacked
+from bridge.interventions import (
+    OPERATIONS,
+    Add,
+    AddScaled,
+    Cap,
+    Operation,
+    Probe,
+    ProjectOnto,
+    ProjectOut,
+    Scale,
+    Set,
+    Zero,
+)
+from tests.conftest import tiny
+
+D, HEADS, D_HEAD = 32, 4, 8
+STREAM = EnginePlace(0, D, tuple(range(D)), (D,))
+#: Queries of a projection that vLLM fused: columns 0 to 31 of 64.
+QUERIES = EnginePlace(1, 64, tuple(range(D)), (HEADS, D_HEAD))
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+ON_STREAM = [
+    Add(draw(D), 0.5), Add(2.0), Add(draw(D), features=[1, 5]), Scale(0.5), Scale(draw(D)), Set(draw(D)), Set(0.25),
+    Zero(), Zero(features=slice(0, 8)), ProjectOut(draw(D)), ProjectOut(draw(2, D)), ProjectOnto(draw(2, D)),
+    ProjectOnto(draw(D), features=slice(3, 9)), AddScaled(draw(D), 0.7),
+]  # fmt: skip
+ON_HEADS = [
+    Add(draw(D_HEAD)), Add(draw(HEADS, D_HEAD)), Add(draw(D_HEAD), heads=[0, 2]), Scale(0.0, heads=-1), Zero(heads=1),
+    Set(draw(D_HEAD), heads=3), ProjectOut(draw(D_HEAD)), ProjectOnto(draw(D_HEAD), heads=1),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bridge() -> TransformerBridge:
+    return TransformerBridge(tiny("llama"), None)
+
+
+@pytest.mark.parametrize("operation", ON_STREAM, ids=lambda op: type(op).__name__)
+def test_a_row_does_at_the_stream_what_the_operation_does(bridge: TransformerBridge, operation: Operation) -> None:
+    hook = bridge.hook_dict["blocks.1.hook_resid_post"]
+    x = draw(1, 5, D, seed=1).double()
+    assert torch.allclose(row_of(operation, hook, STREAM)(x[0]), operation(x, hook)[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("operation", ON_HEADS, ids=lambda op: type(op).__name__)
+def test_a_row_does_at_some_columns_what_the_operation_does(bridge: TransformerBridge, operation: Operation) -> None:
+    hook = bridge.hook_dict["blocks.1.attn.hook_q"]
+    x = draw(5, 64, seed=1).double()
+    wanted = x.clone()
+    wanted[:, :D] = operation(x[None, :, :D].unflatten(-1, (HEADS, D_HEAD)), hook)[0].flatten(1)
+    assert torch.allclose(row_of(operation, hook, QUERIES)(x), wanted, atol=1e-6)
+
+
+def applied(rows: SiteRows, x: torch.Tensor, prompt: int) -> torch.Tensor:
+    """What an engine's pass makes of all tokens of a request."""
+    code = sum(choice.mask(0, len(x), prompt).long() * 2**place for place, choice in enumerate(rows.choices))
+    made = x.clone()
+    for token, its in enumerate(code.tolist()):
+        if its in rows.codes:
+            t = {name: table[rows.codes.index(its)] for name, table in rows.tables.items()}
+            one = x[token]
+            made[token] = one * t["scale"] + t["add"] + t["norm"] * one.norm() + (t["read"] @ one) @ t["out"]
+    return made
+
+
+def test_several_operations_with_several_choices_of_tokens(bridge: TransformerBridge) -> None:
+    hook = bridge.hook_dict["blocks.1.hook_resid_post"]
+    operations = [
+        AddScaled(draw(D), 0.3, positions=slice(0, 4)), Add(draw(D, seed=2)), ProjectOut(draw(D, seed=3), positions=-1),
+        Scale(0.5), Zero(part="generated", features=[0, 1]),
+    ]  # fmt: skip
+    edit = lower([(hook, operation) for operation in operations], {hook.name: STREAM}, 1)
+    x, prompt = draw(9, D, seed=4), 6
+    wanted = x[None]
+    for operation in operations:
+        chosen = {"positions": slice(0, 4)} if isinstance(operation, AddScaled) else {"positions": None, "part": "all"}
+        if isinstance(operation, ProjectOut):
+            chosen = {"positions": prompt - 1}  # a run's prompt is all of it
+        if isinstance(operation, Zero):
+            chosen = {"positions": slice(prompt, None), "part": "all"}
+        wanted = replace(operation, **chosen)(wanted, hook)
+    (rows,) = edit.sites
+    assert torch.allclose(applied(rows, x, prompt), wanted[0], atol=1e-5)
+    ((again,),) = (made.sites for made in unpacked(*packed([edit])))
+    assert torch.equal(applied(again, x, prompt), applied(rows, x, prompt)) and again.choices == rows.choices
+
+
+def test_the_key_is_of_what_is_done(bridge: TransformerBridge) -> None:
+    hook = bridge.hook_dict["blocks.1.hook_resid_post"]
+    keys = [
+        lower([(hook, operation)], {hook.name: STREAM}, 1).key
+        for operation in (Add(draw(D)), Add(draw(D)), Add(draw(D), positions=0), Add(draw(D), 0.5))
+    ]
+    assert keys[0] == keys[1] and len(set(keys)) == 3
+
+
+def test_what_no_row_holds_is_refused_by_name(bridge: TransformerBridge) -> None:
+    hook, places = bridge.hook_dict["blocks.1.hook_resid_post"], {"blocks.1.hook_resid_post": STREAM}
+    probe = Probe(draw(D), "sure")
+    for operation in (Cap(draw(D), 0.0), probe, Add(1.0, where=probe > 0.5)):
+        with pytest.raises(ValueError, match=f"{type(operation).__name__} at blocks.1.hook_resid_post"):
+            lower([(hook, operation)], places, 1)
+    assert {kind.__name__ for kind in LOWERED} <= set(OPERATIONS)
+    with pytest.raises(TypeError, match="a function"):
+        lower([(hook, lambda x, hook: x)], places, 1)
+    with pytest.raises(ValueError, match=r"2 directions, and this engine has room for 1: Engine\(rank=\)"):
+        lower([(hook, ProjectOut(draw(2, D)))], places, 1)
+    with pytest.raises(ValueError, match="AddScaled can only be the first"):
+        lower([(hook, Scale(2.0)), (hook, AddScaled(draw(D)))], places, 1)
+    with pytest.raises(ValueError, match="at most 3 choices of tokens"):
+        lower([(hook, Add(1.0, positions=place)) for place in range(4)], places, 1)
+    with pytest.raises(ValueError, match="a part of a tensor"):
+        row_of(AddScaled(draw(D_HEAD)), bridge.hook_dict["blocks.1.attn.hook_q"], QUERIES)
+    with pytest.raises(IndexError, match="a position is 7, and there are 5"):
+        lower([(hook, Add(1.0, positions=7))], places, 1).check_prompt(5)
+
+
+def test_which_points_an_engine_may_have(bridge: TransformerBridge) -> None:
+    hooks = [hook for name, hook in bridge.hook_dict.items() if name.startswith("blocks.1.")]
+    widths = widths_of(bridge, hooks)
+    said = {hook.name: engine_point(hook, bridge.original_model, widths.get(hook.name)) for hook in hooks}
+    query = said["blocks.1.attn.hook_q"]
+    assert isinstance(query, dict) and query["path"] == "layers.1.self_attn.q_proj" and query["shape"] == [4, 8]
+    assert query["columns"] == list(range(32)) and not query["through"]
+    middle = said["blocks.1.hook_resid_mid"]
+    assert isinstance(middle, dict) and middle["through"] and middle["width"] == 32
+    assert "inside of a module's forward" in said["blocks.1.attn.hook_pattern"]
+    assert "computed" in said["blocks.1.ln1.hook_normalized"]
+
+
+def test_another_version_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.19.1")
+    assert vllm_version() == "0.19.1"
+    with pytest.raises(EngineVersionError, match=r"works with vLLM 0\.32, and 0\.19\.1 is installed"):
+        check_vllm()
+
+
+@pytest.mark.parametrize("option", ["tensor_parallel_size", "speculative_config", "enable_lora"])
+def test_what_was_not_tried_is_refused_by_name(option: str) -> None:
+    with pytest.raises(ValueError, match=f"not tried with {option}"):
+        started("nowhere", "float32", {}, {option: 2})
+    with pytest.raises(TypeError, match="model_impl"):
+        started("nowhere", "float32", {}, {"model_impl": "vllm"})
+
+
+def test_the_library_does_not_import_vllm() -> None:
+    code = "import sys, bridge, bridge.engine; bridge.engine.Engine; assert 'vllm' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
