@@ -93,7 +93,9 @@ class Embedding:
             and its output is a term of the sum (RoCBert).
         module: the module that puts out the first stream (BERT). The hook points then have the names of
             HookedTransformer's encoder, and `hook_full_embed` is its output.
-        unknown: what else the stream begins with, where that cannot be said. Nothing can then be decomposed.
+        given: what the model takes in place of tokens: ``rows`` of the table, which go through all that rows of tokens
+            do; rows that are ``multiplied`` with the factor (Falcon-H1); or ``other``: what it does with them is not
+            what it does with tokens (Inkling, whose norm is of tokens alone).
     """
 
     tokens: str = ""
@@ -102,7 +104,23 @@ class Embedding:
     norm: Norm | None = None
     project: str | None = None
     module: str | None = None
-    unknown: str = ""
+    given: Literal["rows", "multiplied", "other"] = "rows"
+
+    def in_place_of_tokens(self, rows: Tensor) -> Tensor:
+        """What a model is given in place of tokens, so that the run is that of tokens with these embeddings.
+
+        Args:
+            rows: of `W_E`, which has the factor in it.
+
+        Raises:
+            ValueError: it does something else with embeddings than with tokens.
+        """
+        if self.given == "other":
+            raise ValueError(
+                "the model does not do with embeddings what it does with tokens: edit hook_embed in a run of tokens, "
+                "or give the model's own argument by its name, inputs_embeds="
+            )
+        return rows if self.factor == 1 or self.given == "multiplied" else rows / self.factor
 
     @property
     def positions(self) -> str | None:
@@ -192,7 +210,6 @@ class Readout:
         soft_cap: see above.
         pooled: where one vector of each image is read: the positions whose mean that is. None: each position has
             logits, or the final norm itself reads such a mean (`Stack.collapse`).
-        unknown: what else is between, where that cannot be said. Nothing can then be attributed to logits.
     """
 
     path: str = ""
@@ -200,7 +217,6 @@ class Readout:
     output_transform: Affine = field(default_factory=Affine)
     soft_cap: float | None = None
     pooled: Positions | None = None
-    unknown: str = ""
 
     def __post_init__(self) -> None:
         if self.output_transform.weight:
@@ -407,6 +423,8 @@ class Architecture:
         heads: see `Head`; in the order of the computation.
         no_layer_runs: why a run cannot start or stop at a layer; "" where it can.
         config_values: fields of `ModelConfig` that the configuration does not say by itself.
+        unknown: what cannot be said of the ``embedding``, what else the stream begins with: then nothing can be
+            decomposed; of the ``readout``, what else is between: then nothing can be attributed to logits.
     """
 
     stacks: tuple[Stack, ...]
@@ -414,6 +432,7 @@ class Architecture:
     heads: tuple[Head, ...] = ()
     no_layer_runs: str = ""
     config_values: Mapping[str, object] = field(default_factory=dict)
+    unknown: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def stack(self) -> Stack:
@@ -458,8 +477,8 @@ class Architecture:
         """
         if self.norms_on_the_stream and not of_normed:
             return "norms stand on its residual stream itself, which is then no sum of what was written to it"
-        if self.embedding.unknown:
-            return f"how its residual stream begins is not known: {self.embedding.unknown}"
+        if why := self.unknown.get("embedding"):
+            return f"how its residual stream begins is not known: {why}"
         if self.embedding.behind_embed or not all(stack.keeps_its_stream for stack in self.stacks):
             return (
                 "its residual stream is multiplied, or normed as it enters a block, and so no sum of what was written "
@@ -477,8 +496,8 @@ class Architecture:
                 )
         if self.stack.pooled:
             return "its final norm reads one vector of each text or image, not the positions of its residual stream"
-        if self.readout.unknown:
-            return f"how its logits are made of its residual stream is not known: {self.readout.unknown}"
+        if why := self.unknown.get("readout"):
+            return f"how its logits are made of its residual stream is not known: {why}"
         return ""
 
     def refuse_several_streams(self, name: str) -> None:

@@ -476,6 +476,9 @@ class BlockBuilder:
         # from one latent do not read the norm at all.
         if not isinstance(part, Attention) or part.cross or part.qk_shift or part.q.latent or part.k.latent:
             return ()
+        layers = (self._module(join(self.path, part.path, each.path)) for each in part.projections.values())
+        if any(getattr(layer, "in_features", self.cfg.d_model) != self.cfg.d_model for layer in layers):
+            return ()  # what it reads was made of the norm by another layer (Dots 3)
         return tuple(f"{self.points.prefix}.{named.name}.hook_{letter}" for letter in "qkv")
 
     def _add_norm(self, name: str, norm: Norm, flat: bool = False, separate_consumers: tuple[str, ...] = ()) -> None:

@@ -32,7 +32,7 @@ import os
 import platform
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -172,7 +172,8 @@ class Identity:
         model: the name of its class.
         code: of the code of all its modules, and what that calls besides torch's and the standard library's.
         config: its configuration, without what says how it is loaded.
-        loaded: of its modules, of what is theirs and in which type, its attention, and what it is tried with.
+        loaded: of its modules, of what is theirs and in which type, of their attributes that code reads, its attention,
+            and what it is tried with.
         versions: of this library, transformers, torch and Python.
     """
 
@@ -216,11 +217,13 @@ def identity_of(model: nn.Module, version: str, inputs: Given | None = None) -> 
     said = json.loads(json.dumps(told, default=str, skipkeys=True), parse_constant=str)
     given = {name: list(x.shape) for name, x in (inputs or {}).items()}
     attention = str(getattr(config, "_attn_implementation", None))
+    code = _code_of(core)
+    attributes = sorted(_attributes_of(core, code.names))
     return Identity(
         model=type(core).__qualname__,
-        code=digest("".join(sorted(_code_of(core)))),
+        code=digest("".join(sorted(code.found))),
         config={name: value for name, value in said.items() if name not in _OF_LOADING},
-        loaded=digest(json.dumps([list(_shape_of(model)), given, attention])),
+        loaded=digest(json.dumps([list(_shape_of(model)), attributes, given, attention])),
         versions={
             "transformer-bridge": version,
             "transformers": transformers.__version__,
@@ -241,7 +244,7 @@ def _shape_of(model: nn.Module) -> Iterator[tuple[str, str, list[tuple[str, list
         yield path, type(module).__qualname__, own
 
 
-def _code_of(core: nn.Module) -> set[str]:
+def _code_of(core: nn.Module) -> _Code:
     """All code that the model's modules are made of: compiled, so that neither comments nor other code count."""
     code = _Code()
     for cls in {type(module) for module in core.modules()}:
@@ -249,12 +252,40 @@ def _code_of(core: nn.Module) -> set[str]:
     for module in core.modules():
         if "forward" in vars(module) and not hasattr(module, "_hf_hook"):  # put there by a user
             code.add(vars(module)["forward"])
+    return code
+
+
+def _attributes_of(core: nn.Module, read: Set[str]) -> set[str]:
+    """The attributes of its modules that code may read: those that it names, and all of torch's own modules."""
+    code = _Code()
+    for path, module in core.named_modules():
+        of_torch = type(module).__module__.startswith("torch.nn.")
+        for name, value in vars(module).items():
+            if name not in _OF_EVERY_MODULE and (of_torch or name in read):
+                for where, each in _leaves(value, f"{path}.{name}"):
+                    code.add(each, where)
     return code.found
 
 
+def _leaves(value: object, name: str) -> Iterator[tuple[str, object]]:
+    """What containers hold, with where it is."""
+    if isinstance(value, Mapping | list | tuple):
+        for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _leaves(each, f"{name}[{key!r}]")
+    else:
+        yield name, value
+
+
+#: What is no attribute of a model's own, or changes nothing of what plays which part.
+_OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "training", "gradient_checkpointing"))
+
+
 class _Code:
+    """What code is made of, as text, and the names that it uses."""
+
     def __init__(self) -> None:
         self.found: set[str] = set()
+        self.names: set[str] = set()
         self._seen: set[int] = set()
 
     def add_class(self, cls: type) -> None:
@@ -287,6 +318,8 @@ class _Code:
         self._seen.add(id(function))
         names: set[str] = set()
         self.found.add("".join([function.__qualname__, *_written(function.__code__, names), "\n"]))
+        if function.__name__ != "__init__":  # which writes them
+            self.names |= names
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self.add(default, f"{function.__qualname__} by default")
         for name in sorted(names & function.__globals__.keys()):

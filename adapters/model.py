@@ -53,9 +53,38 @@ class ModelMap:
     layout: Layout | None = None
 
     def without(self, names: Mapping[str, str]) -> ModelMap:
-        """The same without some hook points, with the reasons."""
+        """The same without some hook points and weights, and without what stands on them, with the reasons."""
+        weights = ("unembed.W_U", "unembed.b_U")
+        more = _standing_on(names)
+        there = {*weights, *(point.name for point in self.points)}
+        names = {**names, **{name: more[name] for name in more if name in there}}
         points = [point for point in self.points if not _is_among(point.name, names)]
         return replace(self, points=points, not_offered={**self.not_offered, **names})
+
+
+#: What stands on a hook point, by the end of its name: of the same part.
+_STANDS_ON = {
+    "hook_attn_in": ("hook_q_input", "hook_k_input", "hook_v_input"),
+    "hook_q": ("hook_rot_q",),
+    "hook_k": ("hook_rot_k",),
+    "hook_z": ("hook_result",),
+    "unembed.hook_out": ("W_U", "b_U"),
+}
+
+
+def _standing_on(names: Mapping[str, str]) -> dict[str, str]:
+    """What stands on these, and on that in turn, with the reasons."""
+    found: dict[str, str] = {}
+    pending = list(names)
+    while pending:
+        base = pending.pop()
+        prefix, _, end = base.rpartition(".")
+        for more in _STANDS_ON.get(end, _STANDS_ON.get(base, ())):
+            name = f"{prefix}.{more}" if prefix else more
+            if name not in names and name not in found:
+                found[name] = found.get(base) or f"it stands on {base}: {names[base]}"
+                pending.append(name)
+    return found
 
 
 def _is_among(name: str, names: Mapping[str, str]) -> bool:

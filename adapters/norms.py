@@ -107,7 +107,7 @@ class NormKind:
 
         The gate is called, so that hooks on it hold.
         """
-        weight, bias = self._parameter(module, "weight"), self.bias(module)
+        weight, bias = self._parameter(module, 0), self.bias(module)
         if weight is not None:
             normalized = normalized * (weight.to(normalized.dtype) + self.offset if self.offset else weight)
         if bias is not None:
@@ -135,19 +135,19 @@ class NormKind:
 
     def weight(self, module: nn.Module) -> Tensor | None:
         """The factor the norm multiplies with, ``[d_model]``, or None where it has none."""
-        weight = self._parameter(module, "weight")
+        weight = self._parameter(module, 0)
         return weight + self.offset if weight is not None and self.offset else weight
 
     def bias(self, module: nn.Module) -> Tensor | None:
         """What the norm adds, ``[d_model]``, or None where it adds nothing."""
-        return self._parameter(module, "bias")
+        return self._parameter(module, 1)
 
     def parts(self, module: nn.Module) -> list[nn.Module]:
         """The norms of the heads, or the one norm."""
         return list(module.get_submodule(self.of_each).children()) if self.of_each else [self.normalizer(module)]
 
-    def _parameter(self, module: nn.Module, name: str) -> Tensor | None:
-        held: list[Tensor | None] = [materialized(part, name) for part in self.parts(module)]
+    def _parameter(self, module: nn.Module, which: int) -> Tensor | None:
+        held: list[Tensor | None] = [materialized(part, parameter_names(part)[which]) for part in self.parts(module)]
         if not self.of_each:
             return held[0]
         return torch.stack([x for x in held if x is not None])[:, None] if held[0] is not None else None
@@ -176,6 +176,18 @@ RMS_NORM = NormKind("rms")
 NO_NORM = NormKind("nothing")
 GEMMA_NORM = NormKind("rms", offset=1.0)
 OPAQUE_NORM = NormKind("unknown")
+
+
+def parameter_names(module: nn.Module) -> tuple[str, str]:
+    """What a norm's module calls its weight and its bias: so, or anything else, the weight first.
+
+    Args:
+        module: the norm's.
+    """
+    own = [name for name, parameter in module._parameters.items() if parameter is not None]
+    if not own or "bias" in own or hasattr(module, "weight"):
+        return "weight", "bias"
+    return own[0], own[1] if len(own) > 1 else "bias"
 
 
 def eps_of(module: nn.Module) -> float:

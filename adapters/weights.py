@@ -7,8 +7,10 @@ What HookedTransformer has and the model has not (a bias) is zero; what the mode
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Collection
 from functools import partial
+from typing import cast
 
 import torch
 from einops import rearrange
@@ -30,7 +32,7 @@ from adapters.feed_forward import (
     router_matrix,
 )
 from adapters.linear import adapted_bias, materialized, weight_in_out
-from adapters.norms import Norm
+from adapters.norms import Norm, parameter_names
 from adapters.points import base_path, core_path, has_module, join, missing_module_message, module_at
 from adapters.views import Call, Chain, Heads, View, linearly, transformed
 
@@ -56,15 +58,18 @@ class Weights:
         architecture: what its adapter declares.
         model: the Hugging Face model, with what wraps it.
         cfg: its configuration.
+        not_offered: names of those that are left out.
 
     Attributes:
         getters: for each of HookedTransformer's state-dict names, a function that gives the tensor.
     """
 
-    def __init__(self, architecture: Architecture, model: nn.Module, cfg: ModelConfig) -> None:
+    def __init__(
+        self, architecture: Architecture, model: nn.Module, cfg: ModelConfig, not_offered: Collection[str] = ()
+    ) -> None:
         self.model, self.cfg, self.architecture = model, cfg, architecture
         self.base, self.core = base_path(model), core_path(model)
-        self.getters = self._all()
+        self.getters = {name: get for name, get in self._all().items() if name not in not_offered}
 
     def unembedding_of(self, ids: Tensor) -> Tensor:
         """The columns of `W_U` that belong to tokens, without the others.
@@ -205,8 +210,12 @@ class _Getters(Weights):
         return weight
 
     def _token_embedding(self, path: str, factor: float) -> Tensor:
-        weight, scale = self._table(path, "embeddings"), getattr(self.module(path), "scalar_embed_scale", 1.0) * factor
-        return weight if scale == 1.0 else weight * scale
+        weight, module = self._table(path, "embeddings"), self.module(path)
+        if isinstance(module, nn.Embedding) and type(module).forward is not nn.Embedding.forward:  # it scales, say
+            twin = copy.copy(module)  # of which nobody's hooks are called
+            twin._parameters, twin.padding_idx = {**module._parameters, "weight": cast(nn.Parameter, weight)}, None
+            weight = twin.forward(torch.arange(len(weight), device=weight.device))
+        return weight if factor == 1.0 else weight * factor
 
     def _position_embedding(self, path: str) -> Tensor:
         # OPT keeps two rows before those of its positions.
@@ -262,10 +271,11 @@ class _Getters(Weights):
             assert found is not None
             return found
 
-        if getattr(module, "weight", None) is not None:
+        own, added = parameter_names(module)
+        if getattr(module, own, None) is not None:
             self.getters[f"{name}.w"] = weight
-        if getattr(module, "bias", None) is not None:
-            self.getters[f"{name}.b"] = self.parameter(inner, "bias")
+        if getattr(module, added, None) is not None:
+            self.getters[f"{name}.b"] = self.parameter(inner, added)
 
     def _add_attention(self, name: str, path: str, part: Attention) -> None:
         heads, at = part.own("n_heads", self.cfg.n_heads), join(path, part.path)

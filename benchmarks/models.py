@@ -29,6 +29,7 @@ from adapters.attention import Attention
 from adapters.feed_forward import MLP, MoE
 from adapters.inputs import sample_inputs
 from adapters.mixers import Mixer
+from adapters.proofs.proofs import NOT_PROVED
 from adapters.registry import family_of
 from benchmarks.named_by_transformer_lens import NAMED
 from bridge import TransformerBridge
@@ -259,7 +260,7 @@ def _tried(model_type: str, name: str, build: Callable[[], PreTrainedModel]) -> 
         return Row(model_type, name, reason=why.rstrip("."))
     offered = bridge.offered()
     proved, reason = _proved(bridge)
-    left_out = sorted(set(offered.not_offered.values()))
+    left_out = sorted(why for why in set(offered.not_offered.values()) if not why.startswith(NOT_PROVED))
     reasons = [*left_out[:2], *([reason] if reason else [])]
     return Row(
         model_type,
@@ -285,7 +286,8 @@ def shortened(text: str, most: int = 130) -> str:
 
 def how_much(bridge: TransformerBridge) -> str:
     """How much of a model has hook points."""
-    not_offered = bridge.offered().not_offered
+    reasons = bridge.offered().not_offered
+    not_offered = [name for name, why in reasons.items() if " " not in name or not why.startswith(NOT_PROVED)]
     blocks = [block for stack in bridge.architecture.stacks for block in stack.every_block]
     if any(not block.steps for block in blocks):
         return "stream" if any(name.endswith("hook_resid_pre") for name in bridge.hook_dict) else "–"
@@ -304,8 +306,9 @@ def _proved(bridge: TransformerBridge) -> tuple[bool, str]:
     except _NOT_BUILT as error:
         bridge.reset_hooks()
         return False, f"verification: {type(error).__name__}: {first_line(error)}"
-    failed = [check for check in report.checks if not check.passed]
-    return report.passed, f"not proved: {failed[0].name}: {failed[0].detail}" if failed else ""
+    reasons = [f"{NOT_PROVED}: {check.name}: {check.detail}" for check in report.failed]
+    reasons += [why for why in bridge.offered().not_offered.values() if why.startswith(NOT_PROVED)]
+    return not reasons, reasons[0] if reasons else ""
 
 
 def _processed(bridge: TransformerBridge) -> str:
@@ -388,8 +391,8 @@ model can be built with. Of a model of several parts they are its text's. A row 
 *with* fails in that configuration alone, and *refused with* names options that an adapter refuses by name, which are
 left out of the second configuration.
 
-- **adapter**: *declared* by an adapter of ours, or *inferred* from one run, its hook points tried on the model
-  (see [adapters](adapters.md)).
+- **adapter**: *declared* by an adapter of ours, or *inferred* from one run and proved on the model: what is not
+  proved is not offered (see [adapters](adapters.md)).
 - **offered**: *full*: the stream, attention, MLP, mixture or mixer, with all that is inside; *parts*: the stream and
   what is added to it, and not all that is inside; *stream*: what enters and leaves the blocks.
 - **proved**: `adapters.verify` proves every claim that is declared or inferred; where it does not, the last column says

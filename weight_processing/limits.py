@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from adapters import Architecture, norms
 from adapters.attention import AddedOutput, Gate, SinkGate
+from adapters.norms import parameter_names
 from adapters.views import Affine, parameters_of
 from weight_processing.parts import NormWithReaders, ProcessedParts, held_here, is_sharded, norm_parameters
 from weight_processing.saving import SavedBiases
@@ -94,7 +95,7 @@ class Limits:
         embedding, unembedding = self.a.embedding.tokens, "." + self.a.readout.path
         has_bias, weights = self.parts.has_bias, self.parts.weights
         unties = step in ("fold_ln", "center_writing_weights", "center_unembed") and weights.has(unembedding)
-        if unties and weights.module(embedding).weight is weights.module(unembedding).weight:
+        if embedding and unties and weights.module(embedding).weight is weights.module(unembedding).weight:
             return "embedding and unembedding are one matrix, and FSDP2 has no place for another"
         if step == "fold_ln":
             norms = [norm for norm in self.parts.norms if has_bias(norm.path)]
@@ -134,10 +135,11 @@ class Limits:
             held = held_here(parameter)
             if held.numel() and (isinstance(parameter, DTensor) or type(parameter) is nn.Parameter):
                 places.setdefault(held.data_ptr(), []).append(name)
-        embedding = self.parts.weights.module(self.a.embedding.tokens).weight
-        plain = isinstance(embedding, Tensor) and (isinstance(embedding, DTensor) or type(embedding) is nn.Parameter)
-        assert isinstance(embedding, Tensor)
-        tied = places.get(held_here(embedding).data_ptr(), []) if plain else []
+        tokens = self.a.embedding.tokens  # "": the stream begins with images or sound
+        embedding = self.parts.weights.module(tokens).weight if tokens else None
+        tied: list[str] = []
+        if isinstance(embedding, Tensor) and (isinstance(embedding, DTensor) or type(embedding) is nn.Parameter):
+            tied = places.get(held_here(embedding).data_ptr(), [])
         if len(tied) == 2 and f"{self.a.readout.path}.weight" in tied:
             places = {where: names for where, names in places.items() if names is not tied}
         twice = [names for names in places.values() if len(names) > 1]
@@ -154,7 +156,7 @@ class Limits:
             return "a gate is behind one of its norms, and reads what that makes with its weight"
         if any(norm.kind.opaque for block in self.a.stack.every_block for norm in block.norms):
             return "one of its norms is none that is known"
-        if not self.parts.weights.has("." + self.a.readout.path):
+        if "unembed.W_U" not in self.parts.weights.getters:
             return f"{type(self.core).__name__} has no output layer into which the final norm could be folded"
         for place, at_place in self.parts.by_place((norm.name, norm) for norm in self.parts.norms):
             with self.parts.around(place):
@@ -172,6 +174,8 @@ class Limits:
             return f"{norm.name} is a {type(module).__name__} whose weight is not a parameter of its own"
         if bias is None or not bool(bias.any()):
             return ""
+        if parameter_names(module)[1] != "bias":
+            return f"{norm.name} calls its bias {parameter_names(module)[1]}, and what readers need is saved as bias"
         if norm.name == "ln_final" and self.a.readout.factor_in != 1:
             return f"{norm.name} has a bias, and its output is multiplied before the output layer reads it"
         if not norm.kind.centered:
@@ -196,7 +200,7 @@ class Limits:
         return ""
 
     def _center_unembed(self) -> str:
-        if not self.parts.weights.has("." + self.a.readout.path):
+        if "unembed.W_U" not in self.parts.weights.getters:
             return f"{type(self.core).__name__} has no output layer"
         if self.cfg.output_logits_soft_cap > 0:
             return f"its logits go through a soft cap of {self.cfg.output_logits_soft_cap:g}, which is not linear"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import TypeVar
 
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from adapters import MLP, Attention, MoE, Weights
 from adapters.architecture import NamedStep
 from adapters.linear import is_linear, weight_in_out
-from adapters.norms import Norm, NormKind
+from adapters.norms import Norm, NormKind, parameter_names
 from adapters.points import join
 from adapters.views import Call, Heads
 
@@ -147,8 +148,16 @@ class ProcessedParts:
         self.weights, self.cfg, self.architecture = weights, weights.cfg, weights.architecture
         self.spread = is_spread(weights.core_model)
         self.piece = max(4096, min(self.cfg.n_params // 64, 1 << 17))
-        self.norms = list(self._norms())
-        self.writers = dict(self._writers())
+
+    @cached_property
+    def norms(self) -> list[NormWithReaders]:
+        """See the class."""
+        return list(self._norms())
+
+    @cached_property
+    def writers(self) -> dict[str, Get]:
+        """See the class."""
+        return dict(self._writers())
 
     @property
     def attn(self) -> Attention:
@@ -368,7 +377,8 @@ def precise(x: Tensor) -> Tensor:
 
 def norm_parameters(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
     """The weight and the bias that a norm has."""
-    return getattr(module, "weight", None), getattr(module, "bias", None)
+    weight, bias = (getattr(module, name, None) for name in parameter_names(module))
+    return weight, bias
 
 
 def _transposed(get: Get) -> Get:

@@ -281,13 +281,14 @@ class SavedBiases:
 
 def untie(core: PreTrainedModel, architecture: Architecture) -> None:
     """Gives the unembedding a parameter of its own where it shares the embedding's; the configuration says so."""
-    if not has_module(core, architecture.readout.path):
+    tokens, readout = architecture.embedding.tokens, architecture.readout.path
+    if not (tokens and readout and has_module(core, readout)):
         return
-    embed = core.get_submodule(join(base_path(core), architecture.embedding.tokens))
-    unembed = core.get_submodule(architecture.readout.path)
+    embed = core.get_submodule(join(base_path(core), tokens))
+    unembed = core.get_submodule(readout)
     weight, tied = unembed.weight, embed.weight
     assert isinstance(weight, Tensor) and isinstance(tied, Tensor)
     if held_here(weight).data_ptr() == held_here(tied).data_ptr():
         unembed.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
     core.config.tie_word_embeddings = False
-    getattr(core, "all_tied_weights_keys", {}).pop(f"{architecture.readout.path}.weight", None)
+    getattr(core, "all_tied_weights_keys", {}).pop(f"{readout}.weight", None)

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from adapters.norms import parameter_names
 from weight_processing import (
     center_unembed,
     center_writing_weights,
@@ -155,9 +156,9 @@ def _folded(parts: ProcessedParts) -> Parameters:
     found: Parameters = {}
     for norm in parts.norms:
         module = parts.weights.module(norm.path)
-        for name, x in zip(("weight", "bias"), norm_parameters(module), strict=True):
+        for short, name, x in zip("wb", parameter_names(module), norm_parameters(module), strict=True):
             if x is not None:
-                found[f"{norm.name}.{name[0]}"] = partial(getattr, module, name)
+                found[f"{norm.name}.{short}"] = partial(getattr, module, name)
         for reader in norm.readers:
             found[reader.name] = reader.weight
             if reader.bias is not None and parts.has_bias(reader.holder):

@@ -66,6 +66,7 @@ from adapters.automatic.ends import (
     find_pool,
     find_unembedding,
     returned_by,
+    taken_as,
 )
 from adapters.automatic.facts import Facts, all_rotated, all_sized
 from adapters.automatic.feed_forward import FoundExpertModules, FoundMixture, FoundMLP, experts_of, list_of_experts
@@ -88,7 +89,16 @@ from adapters.feed_forward import MoE
 from adapters.inputs import CannotBeMade, Given, sample_inputs, takes, text_places
 from adapters.mixers import Mixer, functions_of
 from adapters.norms import GEMMA_NORM, LAYER_NORM, NO_NORM, OPAQUE_NORM, RMS_NORM, Norm, NormKind
-from adapters.observe.observe import Mark, ModuleCall, NotFound, Recording, evaluating, outside_of_modes, record
+from adapters.observe.observe import (
+    Mark,
+    ModuleCall,
+    NotFound,
+    Recording,
+    Softmax,
+    evaluating,
+    outside_of_modes,
+    record,
+)
 from adapters.observe.probe_copy import model_or_probe_copy
 from adapters.points import base_path, core_path, is_inside, join
 from adapters.views import PositionsFirst, SeveralStreams
@@ -145,6 +155,7 @@ class _Inference:
         self.base, self.core = base_path(model), core_path(model)
         self.config = config_of(model).get_text_config()
         self.not_offered: dict[str, str] = {}
+        self.unknown: dict[str, str] = {}
         self.facts = Facts(model, recording)
         #: What the model writes over in the blocks of the list that is being looked at.
         self.changed: dict[tuple[str, Literal["input", "output"]], None] = {}
@@ -157,6 +168,8 @@ class _Inference:
         number_norms(stacks, self.recording)
         embedding = self._embedding(found)
         self.not_offered |= embedding.missing
+        if embedding.missing:
+            self.unknown["embedding"] = "; ".join(embedding.missing.values())
         first_stack, last_norm = self._stack(found, "encoder" if others else "blocks")
         unembed = find_unembedding(self.model, self.recording, stacks[-1].blocks[-1].end)
         pooled = self._pooled(found, last_norm) if self.main is not None and not others else None
@@ -195,6 +208,7 @@ class _Inference:
             heads=heads,
             no_layer_runs=why_no_layers(found, bool(others), self.main),
             config_values=values,
+            unknown=dict(self.unknown),
         )
         return Inferred(architecture, dict(self.not_offered))
 
@@ -239,7 +253,7 @@ class _Inference:
         embedding = find_embedding(self.model, self.recording, first_of(found), text=text)
         if embedding is None:
             raise NotInferable("no token embedding ran")
-        return embedding
+        return taken_as(embedding, self.model, self.given, first_of(found))
 
     def _logits(
         self, found: FoundStack, stack: Stack, last_norm: Norm | None, unembed: ModuleCall
@@ -252,9 +266,9 @@ class _Inference:
         end = End(self.model, self.recording, self.core, unembed, found.blocks[-1].end)
         normed, function = end.normed(last.value, last_norm, on_stream)
         heads = end.heads(normed)
-        readout = end.readout(self.given, normed, bool(heads))
-        if readout.unknown:
-            self.not_offered["logits of the stream"] = readout.unknown
+        readout, unknown = end.readout(self.given, normed, bool(heads))
+        if unknown:
+            self.unknown["readout"] = self.not_offered["logits of the stream"] = unknown
         else:
             self.not_offered.pop("ln_final", None)  # it is known what the output layer reads
         return stack if function is None else replace(stack, final_norm=function), heads, readout
@@ -397,7 +411,8 @@ class _Inference:
                 if named.first and named.before.startswith("hook_resid_mid"):
                     self.not_offered[f"{prefix}.{named.before}"] = why
             else:
-                self.not_offered[f"{prefix}.{named.norm if what == 'pre' else named.name}"] = why
+                of = {"pre": named.norm, "inside": named.name}
+                self.not_offered[f"{prefix}.{of.get(what, what)}"] = why
 
     def _sums(self, stack: FoundStack, place: int, norms: Norms) -> tuple[Mapping[Mark, Value], Found | None]:
         """What passes borders inside a block, and its sums."""
@@ -413,6 +428,10 @@ class _Inference:
         """What a part is, as far as it can be said; `NotFound` where nothing says which names it has."""
         attends = [s for s in part.softmaxes if s.scores.ndim in (3, 4) and s.scores.shape[-2] > 1]
         mixes = self._mixes(part)
+        if behind := self._mixer_behind(part, attends):  # what it adds is no attention's
+            part.missing["entry"] = note["entry"] = f"{behind.out[0].path} and an attention before it read the stream"
+            note["attn"] = f"what it makes is not added to the stream: {behind.out[0].path} reads it"
+            return self._mixer(behind, block, note)
         try:
             if attends and mixes is not False:
                 return self._attention(part, norms, block)
@@ -431,6 +450,14 @@ class _Inference:
         """Whether a part mixes positions; None where it cannot be told."""
         positions = 0 if self.recording.turned(part.out[1].live) else 1
         return mixes_positions(part, positions, partial(rerun, self.model, self.given, positions))
+
+    def _mixer_behind(self, part: FoundPart, attends: Sequence[Softmax]) -> FoundPart | None:
+        """What adds to the stream, where that mixes positions itself, behind all softmaxes of its part (Zamba 2)."""
+        last = part.out[0]
+        if not attends or last.is_leaf or any(last.start < each.time < last.end for each in attends):
+            return None
+        alone = replace(part, owner=last, softmaxes=[])
+        return alone if self._mixes(alone) else None
 
     def _attention(self, part: FoundPart, norms: Norms, block: ModuleCall) -> Attention:
         found = FoundAttention(part, self.recording, norms, block)
@@ -479,8 +506,8 @@ def _step(declared: Part, part: FoundPart, total: Sum, term: Addend, norms: Norm
     (out, seen), post, at = part.out, _inside(part.post, block), partial(relative, base=block.path)
     entry = None
     if isinstance(declared, Mixer):
-        missing = "" if "entry" in part.missing else None
-        entry = at(part.reader.path) if part.reader and not part.owner else missing
+        outside = at(part.reader.path) if part.reader and not part.owner else None
+        entry = "" if "entry" in part.missing else outside
     return Step(
         declared,
         pre=_inside(part.pre, block),

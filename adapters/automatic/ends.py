@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +18,23 @@ from adapters.attention import capped
 from adapters.automatic.blocks import power_between
 from adapters.automatic.norms import function_norm, norm_kind, relative, rounded
 from adapters.config import config_of
-from adapters.inputs import Given
+from adapters.inputs import Given, may_take
 from adapters.norms import Norm
-from adapters.observe.observe import BorderTensor, ModuleCall, Recording, elements_of, mark, tightest
+from adapters.observe.observe import (
+    WRONG,
+    BorderTensor,
+    ModuleCall,
+    NotFound,
+    Recording,
+    elements_of,
+    mark,
+    one_line,
+    tightest,
+)
 from adapters.observe.recognised import FITTED, NEGLIGIBLE, agree, worked_out
-from adapters.points import base_path, token_embedding
-from adapters.views import Affine, Chain, times, transformed
+from adapters.points import base_path, core_path, token_embedding
+from adapters.views import Affine, Args, Chain, Kwargs, times, transformed
+from adapters.views.views import place_of_input
 
 #: A cosine is no chance from this many standard deviations on. Where the question comes up among the 273 tiny types, it
 #: is at most 2.6 (Reformer, whose declaration is the same either way), or at least 8.6.
@@ -49,7 +63,7 @@ class FoundEmbedding:
         """
         found = self.embedding
         added = sorted(found.added, key=lambda table: KINDS.index(table[0]))
-        return replace(found, added=tuple(added), unknown="; ".join(self.missing.values())).moved(relative)
+        return replace(found, added=tuple(added)).moved(relative)
 
 
 def find_embedding(
@@ -74,6 +88,50 @@ def find_embedding(
     # A table of positions may run before that of tokens (FSMT): it makes the same of every row.
     tokens = next((call for call in called if not _same_for_each_row(call.left[0].value)), called[0])
     return _EmbeddingSearch(model, recording, before, tokens, first.entered, text).run()
+
+
+def taken_as(found: FoundEmbedding, model: nn.Module, given: Given, first: ModuleCall) -> FoundEmbedding:
+    """The same, and how the model takes embeddings in place of tokens: by what its first block is given then.
+
+    Args:
+        found: what makes the first stream.
+        model, given: the model and what it was run on.
+        first: the call of the first block.
+    """
+    made, named = found.embedding, {name: x for name, x in given.items() if name != "input_ids"}
+    core = model.get_submodule(core_path(model))
+    if "input_ids" not in given or not may_take(core, "inputs_embeds"):
+        return found
+    assert first.entered is not None
+    rows = model.get_submodule(made.tokens).forward(given["input_ids"])
+    if not isinstance(rows, Tensor):
+        return found
+    rows = rows.detach()
+    stream = first.entered.value
+    tried: dict[Literal["rows", "multiplied"], Tensor] = {"rows": rows, "multiplied": rows * made.factor}
+    for how, x in tried.items():
+        try:
+            seen = entering(first.module, partial(model, inputs_embeds=x, **named))
+        except WRONG as error:
+            one_line(error)  # it takes none: whoever gives it some is told so by the model
+            return found
+        if seen is not None and seen.shape == stream.shape and agree(seen, stream, stream):
+            return replace(found, embedding=replace(made, given=how))
+    return replace(found, embedding=replace(made, given="other"))
+
+
+def entering(module: nn.Module, run: Callable[[], object]) -> Tensor | None:
+    """What a module is given first in a run, which ends there."""
+    seen: list[Tensor] = []
+
+    def stop(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        place = place_of_input(module, args, kwargs)
+        seen.append(args[place] if isinstance(place, int) else kwargs[place or ""])
+        raise NotFound("the first block has been reached")
+
+    with torch.no_grad(), module.register_forward_pre_hook(stop, with_kwargs=True), suppress(NotFound):
+        run()
+    return seen[0] if seen else None
 
 
 def _same_for_each_row(x: Tensor) -> bool:
@@ -542,8 +600,8 @@ class End:
         norm = found[2] and Norm("." + relative(found[2].path, self.core), found[2].kind)
         return (Head("mlm_head", around, linear=linear, norm=norm),)
 
-    def readout(self, inputs: Given, normed: Tensor, behind_head: bool) -> Readout:
-        """How logits are made of what the final norm puts out.
+    def readout(self, inputs: Given, normed: Tensor, behind_head: bool) -> tuple[Readout, str]:
+        """How logits are made of what the final norm puts out, and what cannot be said of that.
 
         What is behind the output layer is seen in what the model makes of numbers as large as a trained model's logits:
         its own may be so small that a soft cap is nearly a straight line.
@@ -558,22 +616,22 @@ class End:
         if not behind_head:
             factor_in = None if unembed.entered is None else _factor_between(normed, unembed.entered.value)
         if factor_in is None:
-            return Readout(path, unknown=f"{path} reads what is neither the last stream nor a norm of it that is known")
+            return Readout(path), f"{path} reads what is neither the last stream nor a norm of it that is known"
         before, logits = _large_logits(self.model, inputs, unembed)
         if logits is not None and logits.ndim == 3 and before.shape[:2] == logits.shape[:2][::-1] != logits.shape[:2]:
             before = before.transpose(0, 1)  # the output layer is given positions first
         if logits is None or before.shape[:-1] != logits.shape[:-1] or logits.shape[-1] > before.shape[-1]:
-            return Readout(path, factor_in, unknown=f"what {path} puts out has another shape than the logits")
+            return Readout(path, factor_in), f"what {path} puts out has another shape than the logits"
         if float(logits.abs().max()) > 1e30:
-            return Readout(path, factor_in, unknown="the model puts a constant in place of the logits of some tokens")
+            return Readout(path, factor_in), "the model puts a constant in place of the logits of some tokens"
         behind = readout_between(before[..., : logits.shape[-1]], logits)
         if behind is None:
-            return Readout(path, factor_in, unknown=f"something that is not known is between {path} and the logits")
+            return Readout(path, factor_in), f"something that is not known is between {path} and the logits"
         factor_out, bias, cap = behind
         name = None if bias is None else _holder_of(self.model.get_submodule(self.core), bias)
         if bias is not None and name is None:
-            return Readout(path, factor_in, unknown=f"what is added behind {path} is no parameter of the model")
-        return Readout(path, factor_in, Affine(factor_out, plus=name), cap)
+            return Readout(path, factor_in), f"what is added behind {path} is no parameter of the model"
+        return Readout(path, factor_in, Affine(factor_out, plus=name), cap), ""
 
 
 def _factor_between(x: Tensor, y: Tensor) -> float | None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from adapters.norms import NormKind, eps_of
+from adapters.norms import NormKind, eps_of, parameter_names
 from adapters.observe.observe import WRONG, ModuleCall, NotFound, one_line
 from adapters.observe.recognised import TOLERANCES, agree, norms_to_try, recognise_module, recognise_norm, tolerance
 from adapters.views import View, columns, gathered, interleaved
@@ -101,8 +101,7 @@ def norm_kind(call: ModuleCall) -> NormKind | None:
     x, y = seen.value, call.left[0].value
     if x.shape != y.shape or x.ndim < 2 or x.shape[-1] < 2 or not x.numel():
         return None
-    weight, bias = (getattr(call.module, name, None) for name in ("weight", "bias"))
-    for parameter in (weight, bias):
+    for parameter in (getattr(call.module, name, None) for name in parameter_names(call.module)):
         if parameter is not None and (
             not isinstance(parameter, Tensor) or x.shape[-parameter.ndim :] != parameter.shape
         ):

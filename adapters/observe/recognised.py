@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers.utils.logging import is_progress_bar_enabled
 
-from adapters.norms import NormKind
+from adapters.norms import NormKind, parameter_names
 
 
 def recognise_norm(
@@ -45,7 +45,7 @@ def recognise_norm(
 
 def norms_to_try(module: nn.Module | None, eps: float) -> Iterator[NormKind]:
     """The kinds of norm that a module may compute, with an epsilon."""
-    weight = None if module is None else getattr(module, "weight", None)
+    weight = None if module is None else getattr(module, parameter_names(module)[0], None)
     kinds: tuple[Literal["rms", "layer"], ...] = ("rms", "layer")
     for computes in kinds:
         for offset in (0.0,) if weight is None else (0.0, 1.0):
@@ -102,7 +102,7 @@ def probed(
         width: of what it norms.
         like: a tensor as it is given in a run: of that type, and with as many axes.
     """
-    x, weight = probe(width, like), getattr(module, "weight", None)
+    x, weight = probe(width, like), getattr(module, parameter_names(module)[0], None)
     heads = tuple(weight.shape[:-1]) if isinstance(weight, Tensor) else ()  # each may have a weight of its own
     ones = (1,) * max(like.ndim - 2 - len(heads), 0)
     x = x.reshape(*ones, len(x), *(1 for _ in heads), width).expand(*ones, len(x), *heads, width)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self, runtime_checkable
@@ -37,11 +37,17 @@ from adapters.views import View
 
 @dataclass(frozen=True)
 class Check:
-    """One claim: its name, whether it holds, and what was found."""
+    """One claim: its name, whether it holds, and what was found.
+
+    Attributes:
+        wrong: where it does not hold, and what was seen there: hook points, or what their names begin with, weights,
+            modules, fields of ``cfg``.
+    """
 
     name: str
     passed: bool
     detail: str = ""
+    wrong: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass
@@ -77,8 +83,12 @@ class Report:
 class _Claim:
     compared: int = 0
     worst: tuple[float, str] = (0.0, "")
-    wrong: list[str] = field(default_factory=list)
+    wrong: list[tuple[str, str]] = field(default_factory=list)
     inconclusive: list[str] = field(default_factory=list)
+
+
+#: A row's numbers count as no smaller than this, relative to those of all: they may be what is left of larger ones.
+_SMALL = 1e-3
 
 
 class Findings:
@@ -87,10 +97,11 @@ class Findings:
     Args:
         tolerance: what two results of the same sum may differ by, relative to the largest number in it.
         angles: what the angles of a rotation may differ by: a model in half precision may have rounded its speeds.
+        not_offered: what nothing is claimed of: hook points, or what their names begin with, and more (see `Check`).
     """
 
-    def __init__(self, tolerance: float, angles: float = 1e-4) -> None:
-        self.tolerance, self.angles = tolerance, angles
+    def __init__(self, tolerance: float, angles: float = 1e-4, not_offered: Collection[str] = ()) -> None:
+        self.tolerance, self.angles, self._not_offered = tolerance, angles, not_offered
         self._claims: dict[str, _Claim] = {}
 
     def claim(self, name: str) -> None:
@@ -108,9 +119,15 @@ class Findings:
         """
         entry = self._claims.setdefault(claim, _Claim())
         entry.compared += 1
-        if not ok:
-            entry.wrong.append(f"{place}: {seen}" if seen else place)
+        if not ok and (claim in self._not_offered or self.is_left_out(named_at(claim, place))):
+            self.inconclusive(claim, f"{named_at(claim, place)} is not offered")
+        elif not ok:
+            entry.wrong.append((place, seen))
         return ok
+
+    def is_left_out(self, name: str) -> bool:
+        """Whether something is not offered, or what its name begins with is not."""
+        return any(is_inside(name, each) for each in self._not_offered)
 
     def equal(
         self, claim: str, place: str, seen: Tensor | None, expected: Tensor | None, size: float | None = None
@@ -139,6 +156,9 @@ class Findings:
             a, b = (torch.where(both, x, 0.0) for x in (a, b))
             worst, most = float((a - b).abs().max()), max(float(a.abs().max()), float(b.abs().max()))
         relative = worst / max(most if size is None else size, 1e-30)
+        if size is None and a.ndim > 1 and len(a) > 1:  # rows are of several sizes
+            rows = torch.maximum(a.abs(), b.abs()).flatten(1).amax(-1).clamp(min=max(_SMALL * most, 1e-30))
+            relative = float(((a - b).abs().flatten(1).amax(-1) / rows).max())
         entry = self._claims.setdefault(claim, _Claim())
         entry.worst = max(entry.worst, (relative, place))
         return self.holds(claim, place, relative <= self.tolerance, f"differs by {relative:.1e}, relatively")
@@ -166,7 +186,7 @@ class Findings:
         for name, entry in self._claims.items():
             if entry.wrong:
                 more = f" (and at {len(entry.wrong) - 3} more places)" if len(entry.wrong) > 3 else ""
-                detail = "; ".join(entry.wrong[:3]) + more
+                detail = "; ".join(f"{place}: {seen}" if seen else place for place, seen in entry.wrong[:3]) + more
             elif not entry.compared:
                 detail = "does not apply"
             else:
@@ -174,7 +194,18 @@ class Findings:
                 detail = f"{entry.compared} compared{where}"
             if entry.inconclusive:
                 detail = "; ".join([detail, *(f"inconclusive: {reason}" for reason in entry.inconclusive)])
-            yield Check(name, not entry.wrong, detail)
+            yield Check(name, not entry.wrong, detail, tuple(entry.wrong))
+
+
+def named_at(claim: str, place: str) -> str:
+    """What a place names that can be left out: a hook point, or what names begin with; else the claim itself.
+
+    Args:
+        claim: its name.
+        place: as for `Findings.holds`.
+    """
+    found = re.split(r"[ (,]", place)[0].rstrip(".")
+    return found if "." in found or "hook_" in found else claim
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -212,6 +243,7 @@ class Bridge(Protocol):
     training: bool
     architecture: Architecture
     no_layer_runs: str
+    not_offered: Mapping[str, str]
     layout: Layout | None
 
     @property
@@ -233,7 +265,9 @@ class Bridge(Protocol):
         self, input: Tensor, *, names_filter: Sequence[str] | None, **kwargs: Any
     ) -> tuple[Any, Cache]: ...
 
-    def hooks(self, *, fwd_hooks: Sequence[NamedHook]) -> AbstractContextManager[object]: ...
+    def hooks(
+        self, *, fwd_hooks: Sequence[NamedHook], bwd_hooks: Sequence[NamedHook] = ()
+    ) -> AbstractContextManager[object]: ...
 
     def rewrapped(self, model: nn.Module) -> Self:
         """A bridge of the same declaration and facts around another model."""
@@ -379,12 +413,16 @@ def like(x: Tensor | None, shape: Tensor | None) -> Tensor | None:
 def places_of(bridge: Bridge) -> Iterator[LayerStep]:
     """Every step of every block that is there."""
     for stack in bridge.architecture.stacks:
-        index = 0
-        while f"{stack.name}.{index}.hook_resid_pre" in bridge.hook_dict:
+        for index in blocks_of(bridge, stack):
             for named in stack.block_at(index).named:
                 path = join(base_path(bridge.original_model), stack.place_of(index))
                 yield LayerStep(f"{stack.name}.{index}.", path, index, stack, named)
-            index += 1
+
+
+def blocks_of(bridge: Bridge, stack: Stack) -> list[int]:
+    """The blocks of a list that have hook points: some run with images alone."""
+    names = (re.fullmatch(rf"{stack.name}\.(\d+)\.hook_resid_pre", name) for name in bridge.hook_dict)
+    return [int(found[1]) for found in names if found]
 
 
 def some_tokens(
@@ -439,6 +477,11 @@ RANDOMIZED = {
 }  # fmt: skip
 
 
+#: What they are multiplied with, row by row: what is wrong of small or of large values alone is wrong there. Where
+#: queries are large keys are small: scores stay as they are.
+_SIZES_OF_ROWS = (6.0, 1 / 6, 1.0, 1.0)
+
+
 def randomized_run(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> Evidence:
     """A run in which what enters every function is replaced by random numbers, wide enough to tell functions apart.
 
@@ -462,6 +505,10 @@ def randomized_run(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> E
             evidence.activations[hook.name] = x.detach().clone()
             return None
         new = torch.randn(x.shape, generator=generator) * size
+        if hook.point.axes.startswith("batch ") and len(x) == len(tokens):
+            factors = [_SIZES_OF_ROWS[row % len(_SIZES_OF_ROWS)] for row in range(len(x))]
+            factors = [1 / each for each in factors] if hook.name.endswith(".hook_k") else factors
+            new = new * torch.tensor(factors).view(-1, *(1 for _ in x.shape[1:]))
         evidence.activations[hook.name] = new.to(x)
         return new.to(x)
 

@@ -70,7 +70,7 @@ def _sizes(evidence: Evidence) -> Iterator[tuple[str, object]]:
         if found:
             yield name, getattr(cfg, name) if own else found.pop() if len(found) == 1 else sorted(found)
 
-    yield "n_layers", len({place.layer for place in evidence.places() if place.stack is first}) or cfg.n_layers
+    yield "n_layers", len(first.modules(model.get_submodule(evidence.base)))
     yield from one("d_model", _last(evidence, "hook_resid_pre"))
     yield from one("n_heads", _last(evidence, "hook_pattern", 1) or _last(evidence, ".hook_z", 2))
     yield from one("d_head", _last(evidence, ".hook_z"))
@@ -252,6 +252,7 @@ def prove_coverage(evidence: Evidence, findings: Findings) -> None:
         by_block.setdefault(place.path, []).append(place)
     for block, places in by_block.items():
         opaque = [path for place in places for path in _opaque(place)]
+        opaque += [place.module for place in places if findings.is_left_out(place.part.removesuffix("."))]
         inside = {x for x in (*calls, *softmaxes) if x.startswith(f"{block}.") and not is_inside(x, *opaque)}
         _prove_layers(findings, [path for path in calls if path in inside], calls, places, sites)
         for path in [path for path in softmaxes if path in inside and not _is_activation(evidence, places, path)]:
@@ -436,6 +437,7 @@ def prove_weights(
     findings.claim(WEIGHTS)
     bridge = evidence.bridge
     weights = weights or Weights(bridge.architecture, bridge.original_model, bridge.cfg)
+    findings.attempt(WEIGHTS, partial(_embedded, evidence, findings, weights))
     seen: list[tuple[str, NamedStep]] = []
     for place in evidence.places():
         if of_each_kind and (place.stack.name, place.named) in seen:
@@ -451,6 +453,21 @@ def prove_weights(
             proof.mlp(part, "")
         elif isinstance(part, MoE) and part.shared:
             proof.mlp(part.shared, "shared_expert.")
+
+
+def _embedded(evidence: Evidence, findings: Findings, weights: Weights) -> None:
+    """The rows of `W_E` are what the hook point of the token embedding shows."""
+    name = next((n for n in ("hook_embed", "embed.hook_embed") if n in evidence.activations), "")
+    stack = evidence.bridge.architecture.token_stack
+    if (
+        not name
+        or stack is not evidence.bridge.architecture.stack
+        or (stack.embedding.norm and stack.embedding.module is None)
+    ):
+        return  # it shows a norm of them
+    get = weights.getters.get("embed.W_E") or weights.getters["embed.embed.W_E"]
+    ids = evidence.text.clamp(max=len(get()) - 1)
+    findings.equal(WEIGHTS, name, evidence.get(name), get()[ids])
 
 
 class _Layer:
@@ -472,9 +489,9 @@ class _Layer:
 
     def own(self, point: str) -> tuple[Tensor, Tensor] | None:
         """What the module of a hook point read, and what it made as the hook point shows it: nothing replaced."""
-        hook = self.evidence.bridge.hook_dict[f"{self.place.part}{point}"]
-        call = self.evidence.call(hook.point.site.path)
-        if call is None or call.input is None or not isinstance(call.output, Tensor):
+        hook = self.evidence.bridge.hook_dict.get(f"{self.place.part}{point}")
+        call = self.evidence.call(hook.point.site.path) if hook else None
+        if hook is None or call is None or call.input is None or not isinstance(call.output, Tensor):
             return None
         raw = self.evidence.raw[hook.point.site.path][0]
         sources = tuple(
@@ -497,8 +514,8 @@ class _Layer:
     def last(self, matrix_name: str, bias_name: str, point: str) -> None:
         """What the last layer of a part makes, with the step's factor."""
         matrix, bias = self.weight(matrix_name), self.weight(bias_name)
-        hook = self.evidence.bridge.hook_dict[f"{self.place.part}{point}"]
-        call = self.evidence.call(hook.point.site.path)
+        hook = self.evidence.bridge.hook_dict.get(f"{self.place.part}{point}")
+        call = self.evidence.call(hook.point.site.path) if hook else None
         if matrix is None or bias is None or call is None or call.input is None or call.result is None:
             return
         entered = _precise(call.input.flatten(0, -2))

@@ -62,7 +62,7 @@ def _post(evidence: Evidence, findings: Findings, at: str, expected: Tensor | No
     if expected is None:
         act_fn = evidence.bridge.cfg.act_fn
         cure = "say config_values={'act_fn': ...}, or MLP.activation"
-        findings.holds(GATED, at, False, f"act_fn={act_fn!r} is no function that is known: {cure}")
+        findings.holds(GATED, f"cfg.act_fn ({at})", False, f"act_fn={act_fn!r} is no function that is known: {cure}")
     else:
         findings.equal(GATED, at, post, expected)
 

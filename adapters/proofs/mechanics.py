@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import fields
 from functools import cached_property, partial
 
@@ -11,16 +11,20 @@ import torch
 from torch import Tensor
 
 from adapters.config import ModelConfig
-from adapters.inputs import Given, arguments_of, repeated, split
+from adapters.inputs import Given, arguments_of, may_take, repeated, split
 from adapters.linear import bias_of, head_results
 from adapters.mixers import Mixer
 from adapters.observe.observe import WRONG, CallRecorder, one_line
 from adapters.points import call_number, module_at, module_path
 from adapters.proofs.evidence import Bridge, Cache, Check, Hook, LayerStep, NamedHook, few_logits, places_of
 from adapters.views import Kwargs, transformed
+from adapters.weights import Weights
 
+_EMBEDS = "inputs_embeds"
 _OF_HEADS = re.compile(r"hook_(attn_in|[qkv]_input)$")
 _NORMED = re.compile(r"\bln.*hook_(scale|normalized|out)$")
+
+EMBEDDED = "rows of W_E in place of tokens give their logits"
 
 #: Says of some hook points which do not hold, and why; what it raises is a reason, too.
 Test = Callable[[list[str]], dict[str, str]]
@@ -71,6 +75,14 @@ class Mechanics:
             self.z_through_w_o,
             self.resid_mid_reaches_both,
             self.starting_after_stopping,
+            self.embeddings_in_place_of_tokens,
+        )
+
+    def promised(self) -> list[Check]:
+        """Those of a full proof that a search for hook points that hold does not make."""
+        self.names = list(self.bridge.hook_dict)
+        return self._all(
+            self.unhooked, self.z_through_w_o, self.resid_mid_reaches_both, self.embeddings_in_place_of_tokens
         )
 
     def last(self) -> list[Check]:
@@ -87,8 +99,10 @@ class Mechanics:
                 self.add((check.__doc__ or check.__name__).strip().rstrip("."), False, one_line(error))
         return self.checks
 
-    def add(self, name: str, passed: bool, detail: str = "") -> None:
-        self.checks.append(Check(name, passed, detail))
+    def add(self, name: str, passed: bool, detail: str = "", wrong: tuple[tuple[str, str], ...] = ()) -> None:
+        if not passed and name in self.bridge.not_offered:
+            passed, detail = True, f"not offered: {detail}"
+        self.checks.append(Check(name, passed, detail, () if passed else wrong or ((name, detail),)))
 
     def close(self, a: Tensor, b: Tensor) -> tuple[bool, float]:
         if a.shape != b.shape:
@@ -103,7 +117,8 @@ class Mechanics:
             self.add(name, True, "does not apply")
             return
         worst = max(results, key=lambda result: (not result[0], result[1]))
-        self.add(name, all(ok for ok, _, _ in results), f"{len(results)} compared, worst {worst[1]:.1e} at {worst[2]}")
+        wrong = tuple((label, f"differs by {by:.1e}") for ok, by, label in results if not ok)
+        self.add(name, not wrong, f"{len(results)} compared, worst {worst[1]:.1e} at {worst[2]}", wrong)
 
     def add_failed(self, name: str, failed: dict[str, str], right: str) -> None:
         """One check that holds if nothing failed; it shows the first three that did."""
@@ -252,7 +267,8 @@ class Mechanics:
                 if first.step.mix:
                     weights = (f"{prefix}hook_{first.name}_{what}" for what in ("write", "keep"))
                     added += [name for name in weights if name in self.bridge.hook_dict]
-                yield prefix + first.before, prefix + first.after, added, partial(self._total, place, added)
+                if all(name in self.names for name in (prefix + first.before, prefix + first.after, *added)):
+                    yield prefix + first.before, prefix + first.after, added, partial(self._total, place, added)
 
     def _total(self, place: LayerStep, added: Sequence[str], cache: Cache) -> Tensor:
         """What a block makes of a stream and what is added to it."""
@@ -313,13 +329,13 @@ class Mechanics:
 
     def layer_runs(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """The logits of runs that start at a layer with what another stopped at, and those of a whole run."""
-        # Each layer alone, on what the one before it made; then the logits from each of a few of them.
+        # Each layer alone, on what the one before it made; the logits from each of a few of them, and from the end.
         n, more = self.cfg.n_layers, Kwargs(self.more)
         residual = self.bridge(self.tokens, stop_at_layer=0, **more)
-        for layer in range(n):
-            if layer in (0, n // 2, n - 1):
+        for layer in range(n + 1):
+            if layer in (0, n // 2, n - 1, n):
                 yield f"layer {layer}", self.bridge(residual, start_at_layer=layer, **more), self.plain
-            if layer < n - 1:
+            if layer < n:
                 residual = self.bridge(residual, start_at_layer=layer, stop_at_layer=layer + 1, **more)
 
     def starting_after_stopping(self) -> None:
@@ -329,6 +345,22 @@ class Mechanics:
             self.add(name, True, f"does not apply: {reason}")
         else:
             self.add_worst(name, self.layer_runs())
+
+    def embeddings_in_place_of_tokens(self) -> None:
+        """Rows of W_E in place of tokens give the logits of the tokens."""
+        name, stack = EMBEDDED, self.bridge.architecture.token_stack
+        takes_none = stack is None or stack.embedding.given == "other" or not may_take(self.bridge.core, _EMBEDS)
+        if takes_none or self.tokens.is_floating_point() or any(x.is_floating_point() for x in self.more.values()):
+            self.add(name, True, "does not apply")
+            return
+        weights = Weights(self.bridge.architecture, self.model, self.cfg).getters
+        try:
+            rows = (weights.get("embed.W_E") or weights["embed.embed.W_E"])()[self.tokens]
+            made = self.bridge(rows, **Kwargs(self.more))
+        except WRONG as error:  # which whoever gives it embeddings is told
+            self.add(name, True, f"does not apply: {one_line(error)}")
+        else:
+            self.add_worst(name, [("logits", made, self.plain)])
 
     def starting_at_a_block(self) -> None:
         """A block that runs alone makes what it makes in a run from the start."""
@@ -395,16 +427,20 @@ class Edits:
     def __init__(self, bridge: Bridge, few: Given, whole: Given, alone: bool, step: Callable[[str, int], None]) -> None:
         self.bridge, self._few, self._whole, self._alone, self._step = bridge, few, whole, alone, step
 
-    def without_effect(self, names: list[str]) -> dict[str, str]:
+    def without_effect(self, names: list[str], known: Collection[str] = ()) -> dict[str, str]:
         """The hook points of which no edit changes anything, with the reason.
+
+        Args:
+            names: of those that are looked at.
+            known: of those of which an edit is known to change the logits.
 
         One inside of a block has an effect where its edit changes what leaves the block, and an edit of what leaves
         that block changes the logits. All others, and those of which that is not seen, are tried to the logits.
         """
-        ends = {name: end for name in names if (end := self._end(name)) in names and end != name}
+        ends = {name: end for name in names if (end := self._end(name)) != name and (end in names or end in known)}
         inside = self._inside(list(ends)) if self._alone else self._inside_together(list(ends))
         reached = self._reaching(self._few, [name for name in names if name not in inside])
-        reached |= {name for name in inside if ends[name] in reached}
+        reached |= {name for name in inside if ends[name] in reached or ends[name] in known}
         reached |= self._reaching(self._whole, [name for name in names if name not in reached])
         return dict.fromkeys([name for name in names if name not in reached], "an edit changes nothing")
 

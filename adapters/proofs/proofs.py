@@ -17,7 +17,7 @@
 4. Facts and weights: each field of `cfg`, each matrix, and that no module that computes something is left out
    (`facts.py`).
 5. Columns: by gradient, each head's queries, keys and values are the columns that reach its scores and its `z`
-   (`projections.py`).
+   (`projections.py`). The gradient at each point is the slope of an edit there (`slopes.py`).
 
 `Proof` is the same for a declaration that was inferred: a search for the hook points that hold, tried together and
 apart only where that fails. What does not hold is not offered, and says why.
@@ -31,19 +31,23 @@ is measured by.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from adapters.architecture import Architecture
 from adapters.attention import Attention
 from adapters.imports import known_error
 from adapters.inputs import Given, may_take, sample_inputs, split
 from adapters.observe.observe import WRONG, evaluating, one_line, outside_of_modes
 from adapters.observe.probe_copy import is_moved, probe_copy, trivial_parameters, why_no_probe_copy
 from adapters.observe.recognised import ProgressBar, progress, tolerance
+from adapters.points import is_inside
 from adapters.proofs.evidence import (
     Bridge,
     Check,
@@ -51,6 +55,7 @@ from adapters.proofs.evidence import (
     Findings,
     Hook,
     Report,
+    named_at,
     places_of,
     randomized_run,
     some_tokens,
@@ -63,14 +68,30 @@ from adapters.proofs.facts import WEIGHTS as WEIGHTS
 from adapters.proofs.facts import prove_coverage, prove_facts, prove_modules, prove_weights
 from adapters.proofs.feed_forward import CLAIM as NORMS
 from adapters.proofs.feed_forward import GATED, prove_feed_forward, prove_norms
-from adapters.proofs.mechanics import Edits, Mechanics, Test
+from adapters.proofs.mechanics import EMBEDDED, Edits, Mechanics, Test
 from adapters.proofs.projections import CLAIM as COLUMNS
 from adapters.proofs.projections import prove_choices, prove_projections
-from adapters.proofs.scores import PATTERN, SCORES, prove_attention, telling_distance
-from adapters.proofs.stream import READS, prove_streams
+from adapters.proofs.scores import PATTERN, SCORES, VALUES, prove_attention, telling_distance
+from adapters.proofs.slopes import SLOPES, Slopes
+from adapters.proofs.stream import ENDS, LOGITS, READS, prove_streams
 
 #: How much of a verification is done: all of it, or what takes a few runs.
 Level = Literal["full", "quick"]
+
+#: The hook points that are right only where a claim holds, by the ends of their names: those of what it is made of.
+_SHOWN_BY = {
+    SCORES: ("hook_q", "hook_k"),
+    VALUES: ("hook_v",),
+    GATED: ("hook_pre", "hook_pre_linear"),
+}
+REPLACED = "activations can be replaced by random numbers"
+_CONSTANT = "random numbers in"
+#: How long a text is of which the claims are proved, too.
+_FAR = 67
+#: Claims that are not about the points that they are looked at: what is not offered is what is claimed.
+_OF_ALL = (ENDS, LOGITS, SLOPES)
+#: What begins the reason of whatever is not offered since a claim does not hold.
+NOT_PROVED = "not proved"
 
 #: How long a text is at most that shows how far a position bias goes.
 _LONG = 160
@@ -144,6 +165,21 @@ def why_refuted(bridge: Bridge, inputs: Given | None = None) -> str:
     return f"{failed[0].name}: {failed[0].detail.partition('; ')[0]}" if failed else ""
 
 
+def without_claims(architecture: Architecture, names: Mapping[str, str]) -> Architecture:
+    """A declaration in which what is not proved of the stream's beginning and end is said not to be known.
+
+    Args:
+        architecture: the declaration.
+        names: what `Proof.not_proved` found.
+    """
+    first, *rest = architecture.stacks
+    if EMBEDDED in names:
+        first = replace(first, embedding=replace(first.embedding, given="other"))
+    wrong = names.get(ENDS) or names.get(LOGITS)
+    unknown = {"embedding": wrong, "readout": wrong} if wrong else {}
+    return replace(architecture, stacks=(first, *rest), unknown={**unknown, **architecture.unknown})
+
+
 def _savable(x: Tensor) -> Tensor:
     """A tensor that autograd takes: what was made in inference mode, copied."""
     return x.clone() if x.is_inference() else x
@@ -176,18 +212,24 @@ def _report(bridge: Bridge, tokens: Tensor | None, level: Level | Literal["decla
 
 def _proofs(bridge: Bridge, level: str, inputs: Given | None) -> list[Check]:
     """The claims of the declaration, on the model or on its probe copy."""
-    why = _why_probe_copy(bridge)
+    why, half = _why_probe_copy(bridge), _is_half(bridge)
+    with _tried_on(bridge, why) as subject:
+        return [*_proofs_on(subject, level, inputs, half=half), *_proved_on(bridge, why)]
+
+
+@contextmanager
+def _tried_on(bridge: Bridge, why: Collection[str]) -> Iterator[Bridge]:
+    """The bridge, or one of a probe copy, where there is a reason for one, and it can be made."""
     if not why or why_no_probe_copy(bridge.original_model):
-        return [*_proofs_on(bridge, level, inputs, half=_is_half(bridge)), *_proved_on(bridge, why)]
+        yield bridge
+        return
     # Not what wraps it: compiled code keeps to the modules that it was made of.
-    half = _is_half(bridge)
     with probe_copy(bridge.core) as copied:
-        checks = _proofs_on(bridge.rewrapped(copied), level, inputs, half=half)
-    return [*checks, *_proved_on(bridge, why)]
+        yield bridge.rewrapped(copied)
 
 
 def _proofs_on(subject: Bridge, level: str, inputs: Given | None, *, half: bool) -> list[Check]:
-    findings = Findings(tolerance(subject.cfg.dtype), angles=3e-2 if half else 1e-4)
+    findings = Findings(tolerance(subject.cfg.dtype), 3e-2 if half else 1e-4, subject.not_offered)
     pos = _length(subject, level)
     rows = max(2, min(subject.cfg.n_heads, 8))  # a gradient for each head, so many at a time
     # Experts are chosen by many tokens.
@@ -196,7 +238,8 @@ def _proofs_on(subject: Bridge, level: str, inputs: Given | None, *, half: bool)
     try:
         evidence = randomized_run(subject, tokens, more)
     except WRONG as error:
-        return [Check("activations can be replaced by random numbers", False, one_line(error))]
+        findings.holds(REPLACED, "a run", False, one_line(error))
+        return list(findings.checks())
     for claim, prove in _PROOFS:
         findings.attempt(claim, partial(prove, evidence, findings))
     declared = level == "declared"
@@ -204,17 +247,35 @@ def _proofs_on(subject: Bridge, level: str, inputs: Given | None, *, half: bool)
     one_row = lambda: Evidence(subject, *some_tokens(subject, 1, 5 if declared else pos, 1, inputs))
     ran = evidence if subject.cfg.num_experts else one_row()
     findings.attempt(LEFT_OUT, lambda: prove_coverage(ran, findings))
+    if level in ("full", "inferred") and not tokens.is_floating_point():
+        _prove_long(subject, 2 if level == "full" else 1, inputs, findings)
+        if may_take(subject.core, "attention_mask"):  # padding among images and sound is the model's own business
+            _prove_padded(subject, *some_tokens(subject, 2, pos, 1, inputs), findings)
+        else:
+            findings.inconclusive(PATTERN, "padding: it takes no attention_mask")
     if level == "full":
-        if not tokens.is_floating_point():  # what is padding among images and sound is the model's own business
-            if may_take(subject.core, "attention_mask"):
-                _prove_padded(subject, *some_tokens(subject, 2, pos, 1, inputs), findings)
-            else:
-                findings.inconclusive(PATTERN, "padding: it takes no attention_mask")
         tokens, more = some_tokens(subject, rows, pos, 1, inputs)
         findings.attempt(COLUMNS, lambda: prove_projections(with_graph(subject, tokens, more), findings))
+        slopes = Slopes(subject, list(subject.hook_dict), some_tokens(subject, 2, 5, 3, inputs), findings)
+        findings.attempt(SLOPES, slopes.prove)
     else:
         findings.attempt(COLUMNS, lambda: prove_choices(evidence, findings))
     return list(findings.checks())
+
+
+def _prove_long(bridge: Bridge, rows: int, inputs: Given | None, findings: Findings) -> None:
+    """Proves the same of a longer text, where positions may count in another way."""
+    pos = _FAR if bridge.cfg.n_ctx is None else min(_FAR, bridge.cfg.n_ctx)
+    try:
+        evidence = randomized_run(bridge, *some_tokens(bridge, rows, pos, 4, inputs))
+    except WRONG as error:
+        if why := _why_not_run(bridge, *some_tokens(bridge, rows, pos, 4, inputs)):
+            findings.inconclusive(SCORES, f"texts of {pos} tokens: {why}")
+        else:
+            findings.holds(SCORES, f"a run of {pos} tokens", False, one_line(error))
+        return
+    for claim, prove in _PROOFS[:-1]:
+        findings.attempt(claim, partial(prove, evidence, findings))
 
 
 def _padded(tokens: Tensor) -> dict[str, Tensor]:
@@ -230,20 +291,20 @@ def _prove_padded(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor], findi
     try:
         evidence = randomized_run(bridge, tokens, padded)
     except WRONG as error:
-        if why := _why_no_padding(bridge, tokens, padded):  # a run of its own, for few models
-            findings.inconclusive(PATTERN, f"padding: {why}")
+        if why := _why_not_run(bridge, tokens, padded):  # a run of its own, for few models
+            findings.inconclusive(PATTERN, f"padding: it takes no attention_mask of two axes ({why})")
         else:
             findings.holds(PATTERN, "a run with padding", False, one_line(error))
         return
     findings.attempt(PATTERN, lambda: prove_attention(evidence, findings))
 
 
-def _why_no_padding(bridge: Bridge, tokens: Tensor, padded: dict[str, Tensor]) -> str:
-    """Why a model cannot be told what is padding, by a mask of two axes; "" where it can."""
+def _why_not_run(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> str:
+    """Why a model does not run on something by itself; "" where it does."""
     try:
-        bridge.run_with_hooks(tokens, fwd_hooks=[], **padded)
+        bridge.run_with_hooks(tokens, fwd_hooks=[], **more)
     except WRONG as error:
-        return f"it takes no attention_mask of two axes ({one_line(error)})"
+        return one_line(error)
     return ""
 
 
@@ -252,7 +313,7 @@ def _why_probe_copy(bridge: Bridge) -> list[str]:
     model, trivial = bridge.original_model, trivial_parameters(bridge.original_model)
     inference = [name for name, p in model.named_parameters() if p.is_inference()]
     return [
-        *([f"random numbers in {len(trivial)} constant parameters"] if trivial else []),
+        *([f"{_CONSTANT} {len(trivial)} constant parameters"] if trivial else []),
         *(["in float32"] if _is_half(bridge) else []),
         *(["copied, since they were made in inference mode"] if inference else []),
         *(["each brought when it is used"] if is_moved(model) else []),
@@ -319,11 +380,13 @@ class Proof:
 
     def __init__(self, bridge: Bridge, inputs: Given | None = None) -> None:
         self.bridge = bridge
+        self._given = inputs and {name: _savable(given) for name, given in inputs.items()}
         self.arguments = sample_inputs(bridge.core, inputs)
         self.tokens, self.inputs = split(bridge.core, self.arguments)
         self.not_offered: dict[str, str] = {}
         self.no_layer_runs = bridge.no_layer_runs
         self._progress = ProgressBar()
+        self._slopes: list[Check] = []
 
     def run(self) -> Proof:
         """Tries everything. The model's mode is evaluation meanwhile."""
@@ -345,6 +408,35 @@ class Proof:
                 self.no_layer_runs = self._why_no_layer_runs()
             self._leave_out(self._edited)
         return self
+
+    def not_proved(self) -> dict[str, str]:
+        """What `verify` finds not to hold of the hook points that are left, once the bridge has these alone.
+
+        Returns:
+            Hook points, what their names begin with, weights, modules, or a claim that names none of these, each with
+            the claim and what was seen.
+        """
+        model = self.bridge.original_model
+        with outside_of_modes(model), evaluating(model):
+            with torch.no_grad():
+                checks = self.mechanics.promised()
+            checks += [*_proofs(self.bridge, "inferred", self._given), *self._slopes]
+        found: dict[str, str] = {}
+        for check in checks:
+            for place, seen in check.wrong:
+                what = check.name if check.name in _OF_ALL else named_at(check.name, place)
+                what = self._around(what) if check.name == LEFT_OUT else what
+                found.setdefault(what, f"{NOT_PROVED}: {check.name}: {seen or place}")
+                for more in _SHOWN_BY.get(check.name, ()) if ".hook_" in what else ():
+                    found.setdefault(f"{what.rpartition('.')[0]}.{more}", found[what])
+        return {what: why for what, why in found.items() if what not in self.bridge.not_offered}
+
+    def _around(self, path: str) -> str:
+        """The outermost module around one in which no hook point stands."""
+        sites = [hook.point.site.path for hook in self.bridge.hook_dict.values()]
+        while (outer := path.rpartition(".")[0]) and not any(is_inside(site, outer) for site in sites):
+            path = outer
+        return path
 
     def _leave_out(self, test: Test) -> None:
         """Leaves out what a test does not hold of."""
@@ -400,7 +492,23 @@ class Proof:
         only_choose = self._auxiliary() | {"embed.hook_in"}
         edited = [name for name in rows_of if name not in only_choose and "hook_expert_indices" not in name]
         few = self._cut(lambda length: min(length, 3)) or self.arguments
-        return Edits(self.bridge, few, self.arguments, not self.no_layer_runs, self._progress).without_effect(edited)
+        moved = self._moved(edited, few)
+        edited = [name for name in edited if name not in moved]
+        edits = Edits(self.bridge, few, self.arguments, not self.no_layer_runs, self._progress)
+        return edits.without_effect(edited, moved)
+
+    def _moved(self, names: list[str], few: Given) -> set[str]:
+        """Those of which an edit moves the logits, as far as their gradient says."""
+        why = [each for each in _why_probe_copy(self.bridge) if not each.startswith(_CONSTANT)]
+        dtype = torch.float32 if _is_half(self.bridge) else self.bridge.cfg.dtype
+        findings = Findings(tolerance(dtype), not_offered=self.bridge.not_offered)
+        if why and why_no_probe_copy(self.bridge.original_model):
+            return set()
+        with _tried_on(self.bridge, why) as subject:
+            slopes = Slopes(subject, names, split(subject.core, few), findings)
+            findings.attempt(SLOPES, slopes.prove)
+        self._slopes = list(findings.checks())
+        return slopes.moved
 
     def _auxiliary(self) -> set[str]:
         """The hook points of what attention has besides: an indexer chooses keys, and of a short text it takes all."""

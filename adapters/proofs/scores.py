@@ -300,6 +300,10 @@ class _Attention:
         scores, pattern, v, z = map(self.get, ("attn_scores", "pattern", "v", "z"))
         v = clipped(v, self.part)
         if q is None or k is None or scores is None or pattern is None or v is None or z is None:
+            names = [f"{at}hook_{each}" for each in ("q", "k", "attn_scores", "pattern", "v", "z")]
+            if left := [name for name in names if self.findings.is_left_out(name)]:
+                self.findings.inconclusive(SCORES, f"{left[0]} is not offered")
+                return bool(self.part.rotary)
             self.findings.holds(SCORES, at, False, "queries, keys, values, scores, pattern and z did not all run")
             return False
         rotated = False
@@ -628,8 +632,10 @@ class _Attention:
         more, less = (seen & ~allowed).nonzero().tolist(), (allowed & ~seen).nonzero().tolist()
         if more:
             self.findings.holds(MASK, at, False, f"token {more[0][0]} attends to token {more[0][1]}")
-        elif less and bool((sees != sees[:1]).any()) and {q - k for q, k in less} <= set(back[seen].tolist()):
-            # Keys are chosen by what they are (an indexer), and others as far away have been.
+        elif less and (
+            self.part.auxiliary_modules
+            or (bool((sees != sees[:1]).any()) and {q - k for q, k in less} <= set(back[seen].tolist()))
+        ):  # keys are chosen by what they are (an indexer), and others as far away have been
             self.findings.inconclusive(MASK, f"{at}: whether token {less[0][0]} may attend to token {less[0][1]}")
         elif less:
             self.findings.holds(MASK, at, False, f"token {less[0][0]} does not attend to token {less[0][1]}")

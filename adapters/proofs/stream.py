@@ -15,7 +15,7 @@ from adapters.inputs import others_of, unchanged
 from adapters.norms import Norm
 from adapters.observe.observe import CallRecorder, ModuleCall
 from adapters.points import call_number, core_path, has_module, is_inside, join, module_at, module_path
-from adapters.proofs.evidence import Evidence, Findings, Hook, LayerStep, like
+from adapters.proofs.evidence import Evidence, Findings, Hook, LayerStep, blocks_of, like
 from adapters.views import constant_of, parameters_of, transformed
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -258,8 +258,8 @@ def _headed(evidence: Evidence, findings: Findings, head: Head, stream: Tensor |
 def _unembedded(evidence: Evidence, findings: Findings, stream: Tensor | None) -> None:
     """The output layer reads what the final norm makes, times the declared factor."""
     readout = evidence.bridge.architecture.readout
-    if readout.unknown:
-        findings.inconclusive(ENDS, readout.unknown)
+    if why := evidence.bridge.architecture.unknown.get("readout"):
+        findings.inconclusive(ENDS, why)
         return
     unembed = evidence.call(evidence.from_model("." + readout.path)) if readout.path else None
     if unembed is None and evidence.bridge.architecture.pooled is not None:
@@ -286,8 +286,8 @@ def _logits(evidence: Evidence, findings: Findings) -> None:
     said = cap if cap > 0 else None
     same = said == readout.soft_cap
     findings.holds(LOGITS, "cfg.output_logits_soft_cap", same, f"it says {cap}, and the declaration {readout.soft_cap}")
-    if readout.unknown:
-        findings.inconclusive(LOGITS, readout.unknown)
+    if why := evidence.bridge.architecture.unknown.get("readout"):
+        findings.inconclusive(LOGITS, why)
         return
     model = evidence.bridge.original_model
     if not readout.path or not has_module(model, evidence.from_model("." + readout.path)):
@@ -389,7 +389,7 @@ def _reads(evidence: Evidence, findings: Findings, place: LayerStep) -> None:
         findings.inconclusive(READS, f"what {place.part.removesuffix('.')} reads")
     for entry in entries:
         seen = like(evidence.entered(place.path, entry), read)
-        findings.equal(READS, f"{place.part}({entry})", seen, like(read, seen))
+        findings.equal(READS, f"{place.prefix}hook_{place.named.name}_in ({entry})", seen, like(read, seen))
     if isinstance(part, Attention) and part.cross:
         _reads_encoder(evidence, findings, place, part)
 
@@ -474,20 +474,19 @@ def streams_of(
     evidence: Evidence, stack: Stack
 ) -> Iterator[tuple[str, Tensor | None, Tensor | None, ModuleCall | None]]:
     """Each block's prefix, what entered it, what left it as the stream, and its call."""
-    index = 0
-    while f"{stack.name}.{index}.hook_resid_pre" in evidence.bridge.hook_dict:
+    for index in blocks_of(evidence.bridge, stack):
         prefix = f"{stack.name}.{index}."
         normed = evidence.get(f"{prefix}hook_normalized_resid_post")
         after = normed if normed is not None else evidence.get(f"{prefix}hook_resid_post")
         call = evidence.call(evidence.base, stack.place_of(index))
         yield prefix, evidence.get(f"{prefix}hook_resid_pre"), after, call
-        index += 1
 
 
 def _chain(evidence: Evidence, findings: Findings, stack: Stack) -> None:
     """What leaves a block enters the next, as the declared element of what it returns."""
     before: Tensor | None = None
-    for index, (prefix, entered, left, call) in enumerate(streams_of(evidence, stack)):
+    indices = blocks_of(evidence.bridge, stack)
+    for index, (prefix, entered, left, call) in zip(indices, streams_of(evidence, stack), strict=True):
         if before is not None and stack.every_block[0].ends:
             before = zeroed(findings, before, entered)
         if index in stack.block_inputs:
@@ -510,8 +509,8 @@ def _chain(evidence: Evidence, findings: Findings, stack: Stack) -> None:
 def _last(evidence: Evidence, stack: Stack) -> Tensor | None:
     """What leaves the last block, as the final norm reads it."""
     left = [left for _, _, left, _ in streams_of(evidence, stack)]
-    last = left[-1] if left else None
-    return _entered(evidence, stack.block_inputs.get(len(left), (("", 1.0),)), last)
+    last, behind = (left[-1], blocks_of(evidence.bridge, stack)[-1] + 1) if left else (None, 0)
+    return _entered(evidence, stack.block_inputs.get(behind, (("", 1.0),)), last)
 
 
 def _entered(evidence: Evidence, sources: Sequence[tuple[str, float]], before: Tensor | None) -> Tensor | None:

@@ -223,7 +223,7 @@ def _why_unknown(architecture: Architecture) -> str:
     final = architecture.stack.final_norm
     if final is not None and final.kind.opaque:
         return f"what its final norm, {final.path}, computes is not known"
-    return architecture.readout.unknown if final is None else ""
+    return architecture.unknown.get("readout", "") if final is None else ""
 
 
 def gradients_of(x: Tensor) -> torch.set_grad_enabled:

@@ -44,6 +44,7 @@ from adapters.model import Automatic, is_inferred
 from adapters.observe.observe import WRONG, one_line
 from adapters.plain_model import with_interface
 from adapters.points import base_path, join
+from adapters.proofs.proofs import NOT_PROVED
 from adapters.registry import UnsupportedModelError, has_declaration, inherits_declaration, is_declared
 from adapters.spread import Layout, layout_of, number_of
 from bridge.hooks.hooks import HookPoint
@@ -87,9 +88,8 @@ class SupportReport:
         model: its name.
         names: the hook points, in the order of the computation.
         not_offered: hook points, or what their names begin with, that are missing, and why.
-        inferred: all this was inferred from a run, and each hook point was tried on the model: it is seen once, with
-            its shape, and writing there what was read, or something else, does what it should. Whether it is the
-            activation of its name is for `adapters.verify` to prove.
+        inferred: all this was inferred from a run, and proved on the model, as `adapters.verify` does it. What did not
+            hold is among `not_offered`, with the claim, and so is what stands on it.
         adapter: whether the model's class has an adapter: ``none``, one that is ``there`` (though it may not be asked,
             with ``automatic="always"``), or one that is for ``other options`` of its configuration.
         modules_without_points: of a model of images or sound and text, the modules that are not the text part, with
@@ -109,10 +109,12 @@ class SupportReport:
         if not self.inferred:
             return f"{self.model}: {len(self.names)} hook points, as its adapter declares"
         count = len(self.not_offered)
+        missing = dict.fromkeys(_told(why) for why in self.not_offered.values() if why.startswith(NOT_PROVED))
         left_out = f"; {count} things are not offered: print(bridge.offered())" if count else ""
+        failed = f"; {', '.join(missing)}" if missing else ""
         return (
-            f"{self.model} has {_ADAPTERS[self.adapter]}. One was inferred from a run, with {len(self.names)} hook "
-            f"points that were tried on it; adapters.verify(bridge) proves what holds{left_out}"
+            f"{self.model} has {_ADAPTERS[self.adapter]}. One was inferred from a run and proved on it, with "
+            f"{len(self.names)} hook points{failed}{left_out}"
         )
 
     def __repr__(self) -> str:
@@ -121,6 +123,11 @@ class SupportReport:
             f"  has no hook points: {path} ({cls})" for path, cls in self.modules_without_points.items()
         ]
         return "\n".join([self.summary, *why, *modules_without_points])
+
+
+def _told(reason: str) -> str:
+    """The claim of a reason, without what was seen."""
+    return reason.partition(":")[0] + ": " + reason.removeprefix(f"{NOT_PROVED}: ").partition(": ")[0]
 
 
 def modules_without_points(model: nn.Module, used: Collection[str], path: str = "") -> dict[str, str]:
@@ -312,7 +319,7 @@ class WrappedModel(nn.Module, RunnableBridge):
 
     def _declaration(self, of: Identity) -> Declaration:
         points = "" if self.layout else points_of(self.hook_dict)
-        return Declaration(self.architecture, of, self._inferred, points, self._not_offered, self.no_layer_runs)
+        return Declaration(self.architecture, of, self._inferred, points, self.not_offered, self.no_layer_runs)
 
     def _take(self, found: ModelMap) -> None:
         self.cfg: ModelConfig = found.cfg
@@ -340,7 +347,7 @@ class WrappedModel(nn.Module, RunnableBridge):
     def _wire(self, found: ModelMap) -> None:
         self.wiring = Wiring(self.original_model, found.points, self.makes_points, found.layout)
         self.block_paths, self.block_output = found.block_paths, found.block_output
-        self._inferred, self._not_offered = found.inferred, found.not_offered
+        self._inferred, self.not_offered = found.inferred, found.not_offered
         # Kept out of the module tree: it is `original_model`, or a part of it.
         self.__dict__["core"] = found.core
         self.__dict__["architecture"] = found.architecture
@@ -351,7 +358,7 @@ class WrappedModel(nn.Module, RunnableBridge):
 
     def _read_weights(self) -> None:
         """Says where weights are read, without a word of this bridge: with a cycle it would outlive its last user."""
-        self._weights = cache(partial(Weights, self.architecture, self.original_model, self.cfg))
+        self._weights = cache(partial(Weights, self.architecture, self.original_model, self.cfg, self.not_offered))
         self._tree = NameTree(self.names, self._weights)
 
     def _keep_what_holds(self, found: ModelMap, inputs: Given | None) -> None:
@@ -361,14 +368,19 @@ class WrappedModel(nn.Module, RunnableBridge):
             why = next(iter(proof.not_offered.values()), "it has none")
             raise UnsupportedModelError(f"{why}: so no hook point that was inferred for {self.cfg.model_name} holds")
         self.no_layer_runs = proof.no_layer_runs
-        self._wire(found.without(proof.not_offered))
+        found = found.without(proof.not_offered)
+        self._wire(found)
+        while not_proved := proof.not_proved():  # of what is left, until all of it is proved
+            architecture = proofs.proofs.without_claims(found.architecture, not_proved)
+            found = replace(found, architecture=architecture).without(not_proved)
+            self._wire(found)
 
     def offered(self) -> SupportReport:
         """What the bridge offers, and what it does not, with the reasons. Print it.
 
-        Of a model whose class has an adapter, that is what the adapter declares. Of any other it was inferred, and what
-        did not hold when it was tried on the model is left out; `adapters.verify` proves the rest. Of a model of images
-        or sound and text it is the text's part: its other modules are listed by name.
+        Of a model whose class has an adapter, that is what the adapter declares. Of any other it was inferred, and
+        proved on the model, as `adapters.verify` does it: what does not hold is left out, and so is what stands on it.
+        Of a model of images or sound and text it is the text's part: its other modules are listed by name.
 
         Example:
             >>> from transformers import OlmoConfig, OlmoForCausalLM
@@ -381,7 +393,7 @@ class WrappedModel(nn.Module, RunnableBridge):
         adapter: Literal["none", "there", "other options"] = "there" if is_declared(self.core) else "none"
         if adapter == "none" and has_declaration(self.core):
             adapter = "other options"
-        named = (self.cfg.model_name, tuple(self.hook_dict), self._not_offered, self._inferred, adapter)
+        named = (self.cfg.model_name, tuple(self.hook_dict), self.not_offered, self._inferred, adapter)
         if not is_language_part(self.core):
             return SupportReport(*named)
         stacks, base = self.architecture.stacks, base_path(self.core)
@@ -537,7 +549,7 @@ class WrappedModel(nn.Module, RunnableBridge):
     def _map_copy(self, model: nn.Module, architecture: Architecture | None) -> ModelMap:
         """What plays which part in a copy of the model, without what was not proved of an inferred adapter."""
         found = map_model(model, architecture)
-        return replace(found.without(self._not_offered), inferred=True) if self._inferred else found
+        return replace(found.without(self.not_offered), inferred=True) if self._inferred else found
 
     def rewrapped(self, model: nn.Module) -> Self:
         """A bridge of the same declaration, facts and class around another model, which has this one's modules.

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
+from adapters.architecture import Architecture, Block, Stack, Step
+from adapters.feed_forward import MoE
+from adapters.mixers import Mixer
+from adapters.points import join, module_at
+from adapters.proofs.evidence import places_of as steps_of
+from adapters.views import constant_of
+from adapters.weights import Weights
 from bridge.bridge import TransformerBridge
 from bridge.hooks.arguments import check_choice, refuse_wrong_types
 from bridge.hooks.context import without_hooks
@@ -159,10 +167,15 @@ def _vector(x: Tensor, positive: Tensor, how: How) -> Tensor:
 
 
 def written_points(bridge: TransformerBridge) -> list[str]:
-    """The hook points at which something is added to the residual stream.
+    """The hook points at which something is added to the residual stream: without a direction there, nothing has it.
+
+    Where a norm or a parameter of the model stands on the stream itself, the stream behind it is one of them.
 
     Args:
         bridge: the bridge.
+
+    Raises:
+        ValueError: something is added where there is no hook point.
 
     Example:
         >>> from bridge import TransformerBridge
@@ -170,8 +183,38 @@ def written_points(bridge: TransformerBridge) -> list[str]:
         >>> written_points(TransformerBridge.boot_embedded())[:3]
         ['hook_embed', 'blocks.0.hook_attn_out', 'blocks.0.hook_mlp_out']
     """
-    endings = ("hook_embed", "hook_pos_embed", ".hook_attn_out", ".hook_mlp_out")
-    return [name for name in bridge.hook_dict if name.endswith(endings)]
+    found = [name for stack in bridge.architecture.stacks for name in _beginning(bridge, stack)]
+    for place in steps_of(bridge):
+        stack, step = place.stack, place.named.step
+        if place.layer in stack.block_inputs:
+            found.append(f"{place.prefix}hook_resid_pre")
+        if stack.block_at(place.layer).norm:
+            found.append(f"{place.prefix}ln0.hook_out")
+        found.append(place.result)
+        if step.mix or any(link.parameters for link in step.residual_transform):
+            found.append(place.prefix + place.named.after)
+        elif step.stream_norm:
+            normed = f"{place.prefix}{place.named.norm}.hook_out"
+            found.append(normed if normed in bridge.hook_dict else f"{place.prefix}hook_resid_post")
+    unknown = [name for name in bridge.hook_dict if name.endswith("hook_resid_post")]
+    known = {name.rpartition(".")[0] for name in found}
+    found += [name for name in unknown if name.rpartition(".")[0] not in known]  # blocks of which no step is known
+    if missing := [name for name in found if name not in bridge.names.points and name not in bridge.names.aliases]:
+        raise ValueError(f"what is added to the stream at {missing[0]} has no hook point: see bridge.offered()")
+    wanted = {bridge.names.find(name).name for name in found}
+    return [name for name in bridge.hook_dict if name in wanted]
+
+
+def _beginning(bridge: TransformerBridge, stack: Stack) -> list[str]:
+    """Where the stream of a list of blocks begins: the embeddings, where it is a sum of them; else the first stream."""
+    made = stack.embedding
+    names = ["hook_embed", *(["hook_pos_embed"] if made.positions else [])]
+    more = made.norm or made.project or made.behind_embed or made.types or made.more or made.module
+    config, unknown = bridge.core.config, bridge.architecture.unknown.get("embedding")
+    alone = len(bridge.architecture.stacks) == 1 and config.get_text_config() is config  # else images are in it, too
+    if made.tokens and alone and not more and not unknown and all(name in bridge.hook_dict for name in names):
+        return names
+    return [f"{stack.name}.0.hook_resid_pre"]
 
 
 @torch.no_grad()
@@ -187,7 +230,7 @@ def write_into_weights(bridge: TransformerBridge, vector: Float[Tensor, " d_mode
 
     Raises:
         ValueError: something stands between the weights and the stream (a norm behind a part, or of the embeddings),
-            or what writes is not all known; or the trial fails.
+            or what writes is not all known; or, as the trial shows, something is left along it in the stream.
 
     Example:
         >>> import torch
@@ -204,7 +247,16 @@ def write_into_weights(bridge: TransformerBridge, vector: Float[Tensor, " d_mode
     parts = ProcessedParts(bridge.weights)
     steps = [f"{block}.{named.name}" for block, _, named in parts.steps if named.step.post]
     begin = bridge.architecture.embedding
-    if steps or begin.norm or begin.project or begin.behind_embed or begin.types or begin.more or begin.unknown:
+    computed = bool(begin.positions) and not hasattr(bridge.weights.module(begin.positions or ""), "weight")
+    more = (
+        begin.project
+        or begin.behind_embed
+        or begin.types
+        or begin.more
+        or bridge.architecture.unknown.get("embedding")
+        or computed
+    )
+    if steps or begin.norm or more:
         what = steps[0] if steps else "the embeddings"
         raise ValueError(
             f"between the weights of {what} and the residual stream stands more than a sum: a direction cannot "
@@ -217,19 +269,74 @@ def write_into_weights(bridge: TransformerBridge, vector: Float[Tensor, " d_mode
     with without_hooks():
         before = bridge(tokens)
     wanted = bridge.run_with_hooks(tokens, fwd_hooks=hooks)
+    writers = _writers(bridge)
+    kept = {name: get().clone() for name, get in writers.items()}
     untie(bridge.core, bridge.architecture)
-    parts = ProcessedParts(bridge.weights)
-    kept = {name: get().clone() for name, get in parts.writers.items()}
-    for get in parts.writers.values():
+    for get in writers.values():
         matrix = precise(get())
         get().copy_(matrix - (matrix @ unit.to(matrix)).unsqueeze(-1) * unit.to(matrix))
-    found = bridge(tokens)
-    tolerance = 1e3 * torch.finfo(before.dtype).eps * float(before.abs().max())
-    if not torch.allclose(found, wanted, rtol=0, atol=tolerance):
-        for name, get in parts.writers.items():
+    streams = [name for name in bridge.hook_dict if name.endswith("hook_resid_post")]
+    found, cache = bridge.run_with_cache(tokens, names_filter=streams)
+    small = 1e3 * torch.finfo(before.dtype).eps
+    left = {name: float((precise(cache[name]) @ unit).abs().max() / cache[name].abs().max()) for name in streams}
+    worst = max(left, key=lambda name: left[name])
+    same = torch.allclose(found, wanted, rtol=0, atol=small * float(before.abs().max()))
+    if not same or left[worst] > small:
+        for name, get in writers.items():
             get().copy_(kept[name])
         far = float((found - wanted).abs().max())
         raise ValueError(
             f"with the direction out of the weights of {bridge.cfg.model_name} its logits are {far:.3g} from those "
-            "with the hook: something else writes to its stream. The weights are as they were"
+            f"with the hook, and {left[worst]:.3g} of {worst} is left along it: something else writes to its stream. "
+            "The weights are as they were"
         )
+
+
+def _writers(bridge: TransformerBridge) -> dict[str, Callable[[], Tensor]]:
+    """What writes to the stream, as it is stored: constants behind it do not turn a direction."""
+    stored = Weights(_without_factors(bridge.architecture), bridge.original_model, bridge.cfg)
+    writers = dict(ProcessedParts(stored).writers)
+    tables = {
+        "embed.W_E": bridge.architecture.embedding.tokens,
+        "pos_embed.W_pos": bridge.architecture.embedding.positions,
+    }
+    for name, path in tables.items():
+        if name in writers and path:
+            writers[name] = partial(_of, bridge.weights.module(path), "weight")
+    for place in steps_of(bridge):
+        part = place.named.step.part
+        if isinstance(part, Mixer) and part.modules:
+            last = module_at(bridge.original_model, join(place.path, part.path, part.modules[-1][0]))
+            if isinstance(last, nn.Linear):
+                writers[f"{place.part}W"] = partial(_transposed_of, last)
+                if last.bias is not None:
+                    writers[f"{place.part}b"] = partial(_of, last, "bias")
+    return writers
+
+
+def _transposed_of(linear: nn.Linear) -> Tensor:
+    return linear.weight.T
+
+
+def _without_factors(architecture: Architecture) -> Architecture:
+    """The same without constants between the matrices and the stream."""
+
+    def step(each: Step) -> Step:
+        part = replace(each.part, factor=1.0, shared_transform=()) if isinstance(each.part, MoE) else each.part
+        constant = each.behind_last and constant_of(each.behind_last) is not None
+        return replace(each, part=part, result_chain=() if constant else each.result_chain)
+
+    def block(each: Block) -> Block:
+        return replace(each, steps=tuple(map(step, each.steps)))
+
+    stacks = (
+        replace(stack, block=block(stack.block), layers={i: block(each) for i, each in stack.layers.items()})
+        for stack in architecture.stacks
+    )
+    return replace(architecture, stacks=tuple(stacks))
+
+
+def _of(module: nn.Module, name: str) -> Tensor:
+    found = getattr(module, name)
+    assert isinstance(found, Tensor)
+    return found

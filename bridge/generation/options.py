@@ -29,7 +29,7 @@ from bridge.hooks.arguments import check_choice, check_types
 from bridge.hooks.context import Generation
 from bridge.hooks.names import NamesFilter, suggestion
 from bridge.hooks.rows import BatchRows, Side, check_said, check_zero_or_one
-from bridge.run.inputs import TAKEN_BY, Input, RunnableBridge, added_around
+from bridge.run.inputs import TAKEN_BY, Input, RunnableBridge, added_around, embeddings_given
 from bridge.run.tokenization import (
     HasTokenizer,
     TextOptions,
@@ -103,6 +103,7 @@ def prompt_of(
     if embedded:
         assert isinstance(input, Tensor)
         check_embeddings(core, input)
+        input = embeddings_given(bridge, input, {"inputs_embeds": more.pop("inputs_embeds", None)})
         given = {"inputs_embeds": (input if input.ndim == 3 else input[None]).to(where)}
     else:
         if texts is None:
@@ -345,7 +346,7 @@ def prepared(bridge: RunnableBridge, input: Input, options: GenerationOptions) -
     """
     check_generates(bridge)
     more = dict(options.more)
-    _check_known(bridge, more)
+    _check_known(bridge, {name: given for name, given in more.items() if given is not input})
     _check_used(options, more)
     text = TextOptions(options.prepend_bos, options.padding_side)
     prompt = prompt_of(bridge, input, text, more.pop("attention_mask", None), more)

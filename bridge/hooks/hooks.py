@@ -328,8 +328,10 @@ class HookPoint(NamedPoint):
         if backward and not act.requires_grad:
             # Nothing before this point wants a gradient (frozen weights): the graph starts here.
             act, changed = act.detach().clone().requires_grad_(), True
-        elif backward and not view.identity:
-            changed = True  # the gradient has to flow through the activation as it is seen
+        elif backward and not changed and not (view.identity and view.writes_through):
+            # The gradient has to flow through the activation as it is seen: what others read of the tensor elsewhere an
+            # edit here would not change. Of two names of one activation, backward comes to the later one first.
+            act, changed = x.view_as(x) if view.identity else act, True
         x = self._put(x, act, changed, call, context, view)
         for listener in backward:
             listen_backward(listener, x if view.identity else act, self, self._compared)

@@ -141,7 +141,8 @@ def routing(
 
     Raises:
         ValueError: other axes, a batch of several prompts, layers with different numbers of experts, a negative weight,
-            indices that do not fit the weights, or without the number of experts.
+            indices that do not fit the weights, or without the number of experts; without indices, no weight that is
+            zero, where there are several experts.
 
     Example:
         >>> import torch
@@ -170,6 +171,11 @@ def routing(
         raise ValueError("weights of experts hold negative numbers: give hook_topk_weights, not hook_router_logits")
     labels = token_labels(tokens, values.shape[-1])
     experts = values.shape[-2]
+    if indices is None and experts > 1 and bool((values > 0).all()):
+        raise ValueError(
+            "every expert has a weight at every token, which says nothing of those that are chosen: give "
+            "hook_topk_weights, and hook_expert_indices as the indices, not hook_expert_weights"
+        )
     top = limit(values)
     values = values.masked_fill(values == 0, float("-inf"))
     alone = by_layer is None

@@ -61,7 +61,8 @@ def unpacked(input: Any, mask: Any, arguments: Mapping[str, Any]) -> tuple[Any, 
 
     Returns:
         The input, tokens or embeddings out of a mapping or from their names, arrays of NumPy as tensors; None where
-        only images or sound are given; the mask; the other arguments.
+        only images or sound are given; the mask; the other arguments. Embeddings by their name stay among these: they
+        are the model's own argument (`embeddings_given`).
 
     Raises:
         TypeError: something is given twice, or there is no input at all.
@@ -83,6 +84,8 @@ def unpacked(input: Any, mask: Any, arguments: Mapping[str, Any]) -> tuple[Any, 
     named = [name for name in NAMES if rest.get(name) is not None]
     if input is None and named:
         input = rest.pop(named[0])
+        if named[0] == "inputs_embeds":
+            input = rest[named[0]] = _as_tensor(input, False, arrays_only=True)
         mask = rest.pop("attention_mask", mask)
     if input is None and not any(isinstance(value, Tensor | np.ndarray) for value in rest.values()):
         raise TypeError(
@@ -160,7 +163,7 @@ def prompts_with(bridge: RunnableBridge, prompts: Prompts | Input, more: Mapping
     """
     further = {name: value for name, value in more.items() if value is not None and name != "attention_mask"}
     input, mask, given = unpacked(prompts, more.get("attention_mask"), further)
-    check_arguments(bridge, given, ())
+    check_arguments(bridge, Request(input, model_kwargs=given), ())
     tokens = as_tokens(input).to(bridge.cfg.device)
     config, seen = config_of(bridge.core), any(name.startswith(OF_IMAGES_AND_SOUND) for name in given)
     for name, token in vars(config).items():
@@ -251,18 +254,19 @@ def added_around(model: nn.Module) -> AbstractSet[str]:
     return {"adapter_names"} if mixes else frozenset()
 
 
-def check_arguments(bridge: RunnableBridge, given: dict[str, Any], ours: Sequence[str]) -> None:
+def check_arguments(bridge: RunnableBridge, asked: Request, ours: Sequence[str]) -> None:
     """Refuses keyword arguments that neither the bridge nor the model knows.
 
     Raises:
         TypeError: there is one.
     """
+    given = asked.model_kwargs
     if not given:
         return
     model = bridge.core
     known = accepted_by(model) | added_around(bridge.original_model)
     for name in given:
-        if name in NAMES:
+        if name in NAMES and given[name] is not asked.input:
             raise TypeError(f"{name} is the input itself, and an input is given: pass one of them")
         if name in _OUTPUTS and given[name]:
             raise ValueError(
@@ -322,6 +326,22 @@ def prepare(bridge: RunnableBridge, asked: Request) -> Inputs:
     return Inputs(kwargs, tokens, mask)
 
 
+def embeddings_given(bridge: StudiedBridge, input: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+    """What the model is given of embeddings: of rows of `W_E`, so that the run is that of their tokens.
+
+    Args:
+        bridge: the bridge.
+        input: the embeddings.
+        kwargs: the model's arguments: what is among them by its name is given as it is.
+
+    Raises:
+        ValueError: see `Embedding.in_place_of_tokens`.
+    """
+    stack = bridge.architecture.token_stack
+    by_name = kwargs.get("inputs_embeds") is input
+    return input if by_name or stack is None else stack.embedding.in_place_of_tokens(input)
+
+
 def _taken_in(
     bridge: RunnableBridge, asked: Request, kwargs: dict[str, Any], starts: bool
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -336,6 +356,7 @@ def _taken_in(
     if texts is None and isinstance(input, Tensor) and input.is_floating_point():
         if not starts:
             check_embeddings(bridge.core, input)
+            input = embeddings_given(bridge, input, kwargs)
         kwargs["inputs_embeds"] = input if input.ndim == 3 else input.unsqueeze(0)
         return None, mask
     if texts is None:

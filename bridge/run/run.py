@@ -73,7 +73,7 @@ _OURS = (
 def run_model(bridge: RunnableBridge, asked: Request, return_type: str | None, loss_per_token: bool) -> Any:
     """One forward pass: see `TransformerBridge.forward`."""
     model_kwargs = asked.model_kwargs
-    check_arguments(bridge, model_kwargs, _OURS)
+    check_arguments(bridge, asked, _OURS)
     if return_type not in RETURN_TYPES:
         raise ValueError(f"return_type is {return_type!r}; it must be one of {', '.join(map(repr, RETURN_TYPES))}")
     if return_type == "logits_and_cache":

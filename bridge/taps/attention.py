@@ -189,7 +189,21 @@ class AttentionWatch(SeesAttention):
         self._seen.append(_INSIDE)
         scores, args = (args[0], args[1:]) if args else (kwargs.pop("input"), args)
         new = self.shown.show("scores", scores)
-        return self.shown.show("pattern", softmax_of(new, scores, lambda x: func(x, *args, **kwargs)))
+        return self._show_pattern(softmax_of(new, scores, lambda x: func(x, *args, **kwargs)))
+
+    def _show_pattern(self, pattern: Tensor) -> Tensor:
+        """Shows a pattern in the type that attention is computed in, and goes on in that of the softmax."""
+        call, device = self.shown.call, pattern.device.type
+        given = (x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point())
+        first = next(given, pattern)
+        if first.dtype == pattern.dtype and not autocasts(device):
+            return self.shown.show("pattern", pattern)
+        shown = pattern.to(torch.get_autocast_dtype(device) if autocasts(device) else first.dtype)
+        new = self.shown.show("pattern", shown)
+        made = new.to(pattern.dtype)
+        if new is not shown:
+            return made
+        return pattern.detach() + (made - made.detach()) if made.requires_grad else pattern
 
     def begins(self, scores: Tensor) -> Tensor:
         """Shows the scores."""
@@ -204,7 +218,7 @@ class AttentionWatch(SeesAttention):
         if not self._begun:
             return pattern
         self._begun = False
-        return self.shown.show("pattern", pattern)
+        return self._show_pattern(pattern)
 
     def scaled_dot_product(self, kernel: Callable[..., Tensor], given: KernelArguments) -> Tensor:
         """Called before `scaled_dot_product_attention`.

@@ -354,7 +354,7 @@ def shapes(bridge: RunnableBridge, input: Input, forward_kwargs: dict[str, Any])
     layers = {name: kwargs.pop(name, None) for name in ("start_at_layer", "stop_at_layer")}
     ours = {name: kwargs.pop(name, None) for name in ("prepend_bos", "padding_side", "attention_mask")}
     asked = Request(input, **ours, **layers, model_kwargs=kwargs)
-    check_arguments(bridge, kwargs, (*ours, *layers))
+    check_arguments(bridge, asked, (*ours, *layers))
     start, stop = checked_layers(bridge, asked.start_at_layer, asked.stop_at_layer)
     points = points_that_run(bridge, list(bridge.wiring.points.values()), layers)
     experts = [hook for hook in points if hook.point.site.kind == "experts"]

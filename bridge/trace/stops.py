@@ -424,7 +424,7 @@ class Stops:
         self.detach()
 
     def _on_end(self, act: Tensor, hook: HookPoint) -> None:
-        if self._waiting is not None and self._waiting[1].group != self._places.of(hook).group:
+        if self._waiting is not None and has_passed(self._waiting[1], self._places.of(hook)):
             _, _, line = self._waiting
             self._waiting = (("", ""), self._places.of(hook), line)
             self._stop_at(None)

@@ -171,7 +171,7 @@ class Trace(InStep, Access):
         asked: Request,
         capture: Sequence[str] = (),
     ) -> None:
-        check_arguments(bridge, asked.model_kwargs, _OURS)
+        check_arguments(bridge, asked, _OURS)
         self._layers = checked_layers(bridge, asked.start_at_layer, asked.stop_at_layer)
         if isinstance(capture, str):
             raise TypeError(f"capture is {capture!r}; it must be a list of names")

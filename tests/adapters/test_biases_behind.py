@@ -114,5 +114,6 @@ def test_a_wrong_result_of_heads_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     """Heads without the constant that the block multiplies them with."""
     # The library itself is made wrong: a declaration cannot say it.
     monkeypatch.setattr(Step, "last_factor", 1.0)
-    report = verify(TransformerBridge(shifted_llama(), automatic="always"))
-    assert "z through W_O gives attn_out" in [check.name for check in report.failed], report
+    bridge = TransformerBridge(shifted_llama(), automatic="always")
+    assert "not proved: z through W_O gives attn_out" in bridge.offered().not_offered["blocks.0.attn.hook_result"]
+    assert "blocks.0.attn.hook_result" not in bridge.hook_dict and verify(bridge).passed

@@ -36,7 +36,7 @@ def raw_lens_skips_the_norm(subject: Subject) -> None:
     with torch.no_grad():
         reading = subject.bridge.lens(subject.tokens, kind="raw")
         stream = subject.stream(len(subject.paths))
-        if architecture.readout.unknown or any(head.unembeds for head in architecture.heads):
+        if "readout" in architecture.unknown or any(head.unembeds for head in architecture.heads):
             place = Place(architecture.readout.path, "input")
         elif norm is not None and not norm.path:
             raise Absent("the final norm is no module: no plain hook skips it")
@@ -51,7 +51,7 @@ def last_stream_through_the_norm(subject: Subject) -> None:
     """`accumulated_resid(apply_ln=True)` is what is read behind the blocks; by ``W_U`` and ``b_U``, the logits."""
     with torch.no_grad():
         stream = subject.cache.accumulated_resid(apply_ln=True)[-1]
-        if subject.bridge.architecture.readout.unknown:
+        if "readout" in subject.bridge.architecture.unknown:
             raise Absent("how logits are made of it is not known, which is said")
         if not any(head.unembeds for head in subject.bridge.architecture.heads):
             ours = (stream @ subject.bridge.W_U + subject.bridge.b_U).double()

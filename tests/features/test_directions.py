@@ -8,6 +8,7 @@ from bridge import TransformerBridge
 from bridge.features import direction, write_into_weights, written_points
 from bridge.interventions import Add, Cap, ProjectOut
 from tests.conftest import tiny
+from tests.tiny_models import tiny_model
 
 POINT = "blocks.1.hook_resid_post"
 TOKENS = torch.tensor([[5, 17, 2, 30, 11, 44], [8, 3, 50, 12, 7, 21]])
@@ -92,6 +93,32 @@ def test_the_weights_do_what_the_hook_did(family: str) -> None:
     assert not torch.allclose(wanted, plain, atol=1e-3)
     _, cache = bridge.run_with_cache(TOKENS, names_filter=lambda name: name.endswith("hook_resid_post"))
     assert all((act @ vector).abs().max() < 1e-11 for act in cache.values())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["granitemoe", "falcon_h1", "qwen3_next", "mamba2"])
+def test_nothing_is_left_along_a_direction_in_the_stream(kind: str) -> None:
+    """Mixers write, too, and a constant behind a matrix turns no direction."""
+    bridge = TransformerBridge(tiny_model(kind, "causal"))
+    vector = torch.nn.functional.normalize(torch.randn(bridge.cfg.d_model), dim=0)
+    streams = [name for name in bridge.hook_dict if name.endswith("hook_resid_post")]
+    with bridge.hooks(fwd_hooks=[(name, ProjectOut(vector)) for name in written_points(bridge)]):
+        _, hooked = bridge.run_with_cache(TOKENS, names_filter=streams)
+    write_into_weights(bridge, vector)
+    _, written = bridge.run_with_cache(TOKENS, names_filter=streams)
+    assert all((cache[name] @ vector).abs().max() < 1e-5 for cache in (hooked, written) for name in streams)
+
+
+@torch.no_grad()
+def test_what_writes_and_is_not_known_is_told_by_what_is_left() -> None:
+    bridge = TransformerBridge(tiny_model("rwkv", "causal"))
+    vector, before = torch.randn(bridge.cfg.d_model), bridge(TOKENS)
+    with bridge.hooks(fwd_hooks=[(name, ProjectOut(vector)) for name in written_points(bridge)]):
+        _, cache = bridge.run_with_cache(TOKENS)
+    assert all((x @ vector).abs().max() < 1e-5 for name, x in cache.items() if name.endswith("hook_resid_post"))
+    with pytest.raises(ValueError, match="is left along it: something else writes to its stream"):
+        write_into_weights(bridge, vector)
+    assert torch.equal(bridge(TOKENS), before)
 
 
 def test_what_cannot_be_is_refused(bridge: TransformerBridge) -> None:

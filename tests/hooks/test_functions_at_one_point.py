@@ -227,3 +227,19 @@ def test_a_cache_of_legacy_keeps_what_it_saw(tokens, gradients):
     assert torch.equal(cached[name], plain)
     if not gradients:
         assert torch.equal(held[0], plain)
+
+
+@pytest.mark.parametrize("later_first", [False, True])
+def test_gradients_come_to_the_later_of_two_names_of_one_activation_first(family, tokens, later_first):
+    earlier, later, seen = "blocks.0.hook_resid_post", "blocks.1.hook_resid_pre", {}
+
+    def keep(gradient, hook):
+        seen[hook.name] = gradient.clone()
+
+    hooks = [(earlier, keep), (later, keep), (later, lambda gradient, hook: gradient * 0.5)]
+    with family.hooks(bwd_hooks=hooks[::-1] if later_first else hooks):
+        family(tokens, return_type="loss").backward()
+    _, cache = family.run_with_cache(tokens, names_filter=[later], return_type="loss", incl_bwd=True)
+    whole = cache[later + "_grad"]
+    torch.testing.assert_close(seen[earlier], whole / 2)
+    torch.testing.assert_close(seen[later], whole / 2 if later_first else whole)

@@ -43,6 +43,7 @@ CASES = {
     "one layer": (lambda: pictures.composition(torch.rand(1, 2, 1, 2)), "of one layer"),
     "stream of a batch": (lambda: pictures.residual_norms(torch.rand(3, 2, 2, 5), T), "of one prompt"),
     "negative weights": (lambda: pictures.routing(torch.tensor([[-1.0, 2.0]]), ["a"]), "not hook_router_logits"),
+    "weights of all experts": (lambda: pictures.routing(torch.tensor([[0.7, 0.3]]), ["a"]), "those that are chosen"),
     "different layers": (
         lambda: pictures.routing({0: torch.rand(2, 3), 1: torch.rand(2, 4)}, T),
         r"different shapes, \[\[2, 3\], \[2, 4\]\]",

@@ -1,11 +1,14 @@
 """What runs return, for each kind of input, and the errors they give."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from bridge import TransformerBridge
 from bridge.run.run import lm_loss
 from tests.conftest import tiny, torch_hooks
+from tests.tiny_models import tiny_model
 
 
 def test_return_types(bridge, hf, tokens):
@@ -292,3 +295,35 @@ def test_caching_hooks_can_be_left_in_place(bridge, tokens):
     assert torch.equal(cache["resid_pre", 1], bridge(tokens + 1, stop_at_layer=1))
     bridge.reset_hooks()
     assert torch_hooks(bridge.original_model) == 0
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "granite", "granitemoe", "falcon_h1", "ctrl", "biogpt", "xglm"])
+def test_rows_of_W_E_in_place_of_tokens_are_their_run(kind, tokens):
+    bridge = TransformerBridge(tiny_model(kind))
+    model, rows = bridge.original_model, bridge.W_E[tokens]
+    logits, cache = bridge.run_with_cache(tokens)
+    assert torch.equal(rows, cache["hook_embed"])
+    torch.testing.assert_close(bridge(rows), logits)
+    own = model.get_input_embeddings()(tokens)
+    wanted = model(inputs_embeds=own.clone()).logits  # which may write over them
+    assert torch.equal(bridge(inputs_embeds=own.clone()), wanted)
+    assert torch.equal(bridge({"inputs_embeds": own.clone()}), wanted)
+
+
+def test_embeddings_with_which_a_model_does_something_else_are_refused(tokens):
+    bridge = TransformerBridge(tiny_model("granite"))
+    made = replace(bridge.architecture.embedding, given="other")
+    with pytest.raises(ValueError, match="edit hook_embed in a run of tokens"):
+        made.in_place_of_tokens(bridge.W_E[tokens])
+
+
+def test_a_generation_goes_on_with_rows_of_W_E_as_with_their_tokens(tokens):
+    bridge, options = (
+        TransformerBridge(tiny_model("granite")),
+        {"max_new_tokens": 3, "do_sample": False, "verbose": False},
+    )
+    options |= {"return_type": "tokens", "stop_at_eos": False}
+    wanted = bridge.generate(tokens, **options)[:, tokens.shape[1] :]
+    assert torch.equal(bridge.generate(bridge.W_E[tokens], **options)[:, -3:], wanted)
+    own = bridge.original_model.get_input_embeddings()(tokens)
+    assert torch.equal(bridge.generate(inputs_embeds=own, **options)[:, -3:], wanted)

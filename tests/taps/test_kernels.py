@@ -8,6 +8,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from bridge import TransformerBridge
 from bridge.taps.attention_call import AttentionCall
 from tests.conftest import tiny
+from tests.tiny_models import tiny_model
 
 TOKENS = torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(0))
 NEW = {"max_new_tokens": 4, "do_sample": False, "verbose": False, "stop_at_eos": False}
@@ -152,3 +153,30 @@ def test_a_kernel_is_given_back_what_it_returns_itself():
     result = call.result(call.pattern(call.scores()))
     assert result.shape == query.shape
     torch.testing.assert_close(result, torch.nn.functional.scaled_dot_product_attention(query, key, value))
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "gpt_neox", "bloom"])
+def test_in_half_precision_a_pattern_is_of_the_models_type_under_every_kernel(kind, kernel):
+    model = tiny_model(kind, attn_implementation="eager").to(torch.bfloat16)
+    wanted = model(TOKENS, output_attentions=True).attentions[1]
+    model = tiny_model(kind, attn_implementation=kernel if kind != "bloom" else None).to(torch.bfloat16)
+    bridge, name, shown = TransformerBridge(model), "blocks.1.attn.hook_pattern", []
+    plain = model(TOKENS).logits
+    logits, cache = bridge.run_with_cache(TOKENS, names_filter=name)
+    assert torch.equal(logits, plain)
+    assert cache[name].dtype == wanted.dtype == torch.bfloat16
+    if kernel == "eager":
+        assert torch.equal(cache[name], wanted)
+    with bridge.hooks(
+        fwd_hooks=[(name, lambda act, hook: shown.append(act))],
+        bwd_hooks=[(name, lambda grad, hook: shown.append(grad))],
+    ):
+        hooked = bridge(TOKENS)
+        hooked.float().sum().backward()
+    if kernel == "eager":
+        assert torch.equal(hooked, plain)
+    assert [x.dtype for x in shown] == [torch.bfloat16] * 2
+    assert bool(shown[1].any())
+    halved = bridge.run_with_hooks(TOKENS, fwd_hooks=[(name, lambda act, hook: act / 2)])
+    assert not torch.equal(halved, plain)

@@ -1,6 +1,7 @@
 """What a trace says about points of one block that are asked for in another order than the model's."""
 
 import re
+from itertools import combinations
 
 import pytest
 import torch
@@ -83,3 +84,15 @@ def test_rwkv_goes_past_blocks_that_are_left_out():
         _, cache = bridge.run_with_cache(TOKENS, names_filter="blocks.0.hook_resid_pre")
         assert torch.equal(entered, cache["resid_pre", 0])
         torch.testing.assert_close(logits, bridge(cache["resid_pre", 0], start_at_layer=1))
+
+
+@pytest.mark.parametrize(("kind", "layers"), [("gpt2", "n_layer"), ("llama", "num_hidden_layers")])
+def test_every_three_points_in_the_models_order_can_be_read_in_one_trace(kind, layers):
+    bridge = TransformerBridge(tiny_model(kind, **{layers: 4}))
+    inside = ("hook_resid_pre", "attn.hook_z", "hook_attn_out", "hook_mlp_out", "hook_resid_post")
+    _, cache = bridge.run_with_cache(TOKENS)
+    points = [f"blocks.{layer}.{name}" for layer in range(4) for name in inside]
+    for names in combinations(points, 3):
+        with bridge.trace(TOKENS) as run:
+            seen = [run[name] for name in names]
+        assert all(torch.equal(value, cache[name]) for value, name in zip(seen, names, strict=True)), names

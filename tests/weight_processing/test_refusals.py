@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2ForSequenceClassification, GPT2Model, OPTConfig, OPTModel
+from transformers import (
+    ASTConfig,
+    ASTForAudioClassification,
+    GPT2ForSequenceClassification,
+    GPT2Model,
+    OPTConfig,
+    OPTModel,
+)
 
 from adapters import Attention, Block, MoE, Step, Weights
 from adapters.views import MaskedScores
@@ -337,3 +344,10 @@ def test_wrong_arguments() -> None:
         bridge.process_weights(fold_ln="yes")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="check is 'all'; it must be True, False or 'each'"):
         bridge.process_weights(check="all")  # type: ignore[arg-type]
+
+
+def test_a_model_of_sound_without_tokens_or_an_output_layer() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    model = ASTForAudioClassification(ASTConfig(**sizes, max_length=64, num_mel_bins=32, num_labels=5)).eval()
+    bridge = TransformerBridge(model)
+    left_out(bridge, "fold_ln", "center_unembed", match="ASTForAudioClassification has no output layer")

@@ -76,8 +76,10 @@ def test_a_model_that_takes_no_short_texts() -> None:
 
 
 def test_an_error_without_words_is_a_reason() -> None:
-    reasons = set(inferred(raising(NotImplementedError(), "large numbers")).offered().not_offered.values())
-    assert reasons == {"looking there ends in an error (NotImplementedError)"}
+    bridge = inferred(raising(NotImplementedError(), "large numbers"))
+    reasons = bridge.offered().not_offered
+    assert reasons["activations can be replaced by random numbers"].endswith(": NotImplementedError")
+    assert all("NotImplementedError" in why for why in reasons.values())
 
 
 @pytest.mark.parametrize("of", ["short texts", "large numbers"])
@@ -199,3 +201,16 @@ def test_parts_that_write_far_less_than_the_stream_holds() -> None:
     bridge = inferred(untrained("modernbert-decoder"))
     assert not bridge.offered().not_offered and not bridge.cfg.parallel_attn_mlp
     assert "blocks.1.hook_resid_mid" in bridge.hook_dict and verify(bridge).passed
+
+
+def test_a_mixer_behind_an_attention_is_what_adds_to_the_stream():
+    bridge = TransformerBridge(tiny_model("zamba2"))
+    assert not any(name.endswith("hook_attn_out") for name in bridge.hook_dict)
+    assert "reads it" in bridge.offered().not_offered["blocks.1.attn"]
+    made = {}
+    mamba = bridge.original_model.model.layers[1].mamba_decoder.mamba
+    handle = mamba.register_forward_hook(lambda module, args, output: made.update(x=output))
+    _, cache = bridge.run_with_cache(torch.tensor([[3, 4, 5, 6]]))
+    handle.remove()
+    assert torch.equal(cache["blocks.1.hook_mixer_out"], made["x"])
+    torch.testing.assert_close(cache["blocks.1.hook_resid_post"], cache["blocks.1.hook_resid_pre"] + made["x"])

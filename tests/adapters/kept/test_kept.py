@@ -160,6 +160,25 @@ def test_a_class_whose_source_changed_is_inferred_anew(
         TransformerBridge(written(**change)(), declaration=tmp_path / "mine.json")
 
 
+class Reads(nn.Module):
+    def __init__(self, **said: Any) -> None:
+        super().__init__()
+        self.said, self.bias, self.unread = said, nn.Parameter(torch.zeros(3)), 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if self.said.get("twice", [0])[0] else x + self.bias
+
+
+def test_attributes_that_a_forward_reads_are_of_the_identity() -> None:
+    before = identity_of(Reads(twice=[1]), __version__)
+    again = Reads(twice=[1])
+    again.unread = 2
+    assert identity_of(again, __version__) == before
+    assert identity_of(Reads(twice=[0]), __version__) != before
+    norms = [nn.Sequential(nn.LayerNorm(3, eps=eps)) for eps in (1e-5, 1e-6)]
+    assert len({identity_of(model, __version__).key for model in norms}) == 2
+
+
 def test_a_forward_that_was_exchanged_is_another_source() -> None:
     model = tiny("llama")
     before = identity_of(model, __version__).code

@@ -12,7 +12,7 @@ from tests.tiny_models import tiny_model
 TOKENS = torch.arange(3, 12)[None]
 
 
-def test_runs_start_at_the_first_middle_and_last_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_start_at_the_first_middle_and_last_layer_and_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     bridge = TransformerBridge(tiny_model("llama", num_hidden_layers=6))
     own, started = TransformerBridge.forward, []
 
@@ -24,5 +24,5 @@ def test_runs_start_at_the_first_middle_and_last_layer(monkeypatch: pytest.Monke
     monkeypatch.setattr(TransformerBridge, "forward", forward)
     with torch.no_grad():
         checks = Mechanics(bridge, TOKENS, {}, 1e-4).full()
-    assert started == [0, 3, 5]
+    assert started == [0, 3, 5, 6]
     assert all(check.passed for check in checks)

@@ -1,0 +1,220 @@
+"""The gradient at a hook point is the slope of an edit there: what a function of a model moves by, edit by edit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from adapters.inputs import arguments_of, repeated, split
+from adapters.observe.observe import WRONG, one_line
+from adapters.proofs.evidence import Bridge, Findings, Hook, HookFunction
+from adapters.views import Kwargs
+
+SLOPES = "the gradient at a hook point is the slope of an edit there"
+
+#: How large an edit is, relative to the activation; one that does not agree is tried smaller: kinks, and experts that
+#: are chosen by what is largest, have a slope on one side each.
+_SIZES = (2e-3, 4e-4)
+#: What a slope may differ by from what the gradient says, relative to that.
+_NEAR = 0.1
+#: How many rows are in one run, each with edits at some of the points; and where each has one edit.
+_ROWS, _ROWS_ALONE = 12, 24
+#: How many times the last digit of a logit a sum of them may be off by.
+_ROUNDED = 30
+#: What stands for infinity.
+_LARGE = 1e20
+#: Those that choose (experts, tokens) have no slope; states refuse to have one (see `adapters.mixers`).
+_CHOOSE = ("hook_expert_indices", "embed.hook_in")
+
+
+class Slopes:
+    """Edits at many points at once, each of a size that its gradient says moves the sum of logits as much as others.
+
+    Edits add up: where they do not move it as far as all gradients say, they are tried apart.
+
+    Args:
+        bridge: the bridge.
+        names: its hook points; those that have no slope are left out.
+        given: what to run, the input and what goes with it: few, as runs have many rows.
+        findings: what is found is added to it.
+
+    Attributes:
+        moved: those of which it was seen that an edit moves the logits.
+    """
+
+    def __init__(
+        self, bridge: Bridge, names: Sequence[str], given: tuple[Tensor, dict[str, Tensor]], findings: Findings
+    ) -> None:
+        self.bridge, self.names, self.findings = bridge, names, findings
+        self.given = arguments_of(bridge.core, *given)
+        self.moved: set[str] = set()
+        self._gradients: dict[str, Tensor] = {}
+        self._activations: dict[str, Tensor] = {}
+
+    def prove(self) -> None:
+        """Looks at all of them."""
+        self.findings.claim(SLOPES)
+        points = {name: self.bridge.hook_dict[name].point for name in self.names}
+        rows = [
+            name for name, each in points.items()
+            if each.axes.startswith("batch ") and not name.endswith(_CHOOSE) and each.site.key != "state"
+        ]  # fmt: skip
+        # A run may edit the inputs of heads, or the norm that they read through, not both.
+        for some in ([x for x in rows if points[x].group != "heavy"], [x for x in rows if points[x].group == "heavy"]):
+            if some:
+                self._prove(some)
+
+    def _prove(self, names: list[str]) -> None:
+        try:
+            self._look(names)
+        except WRONG as error:
+            if not (why := self._why_no_gradient()):
+                raise
+            one_line(error)
+            self.findings.inconclusive(SLOPES, f"the model itself has no gradient: {why}")
+            return
+        # Those whose edits move it alike are tried together: none is lost among larger ones.
+        moves = {name: self._moves(name) for name in names if name in self._activations}
+        moved = sorted((name for name in moves if moves[name]), key=lambda name: moves[name])
+        still = [name for name in moves if not moves[name]]
+        most = min(_ROWS, max(_ROWS // 2, len(moved) // 50))
+        groups = [*_shared_out(moved, most), *_shared_out(still, 2)]
+        alone: list[list[str]] = []
+        with torch.no_grad():
+            for group, (off, told) in zip(groups, self._off(groups, _SIZES[0]), strict=True):
+                if off:
+                    alone += [[name] for name in group]
+                    continue
+                self.moved |= set(group) if told else set()
+                for name in group:
+                    self.findings.holds(SLOPES, name, True)
+            for start in range(0, len(alone), _ROWS_ALONE):
+                self._alone(alone[start : start + _ROWS_ALONE])
+
+    def _alone(self, points: list[list[str]]) -> None:
+        tried = [self._off(points, size) for size in _SIZES]
+        for (name,), (large, told), (small, _) in zip(points, *tried, strict=True):
+            alike = bool(large and small) and abs(large - small) <= 2 * _NEAR * max(abs(large), abs(small))
+            if large and small and not alike:
+                self.findings.inconclusive(SLOPES, f"{name} has no slope")
+            elif told and not alike:
+                self.moved.add(name)
+            said = f"an edit moves the logits by {1 + small:.2g} of what it says" if self._moves(name) else "it is zero"
+            self.findings.holds(SLOPES, name, not alike, said)
+
+    def _look(self, names: Sequence[str]) -> None:
+        """The activations, and their gradients; where nothing before a point wants one, neither does that."""
+        kept: list[Tensor] = []
+
+        def keep(x: Tensor, hook: Hook) -> None:
+            if x.requires_grad:
+                self._activations[hook.name] = x.detach().clone()
+                kept.append(x)
+
+        def add(gradient: Tensor, hook: Hook) -> None:
+            before = self._gradients.get(hook.name)
+            self._gradients[hook.name] = gradient.clone() if before is None else before + gradient
+
+        tokens, more = split(self.bridge.core, self.given)
+        read, asked = [(list(names), keep)], [(list(names), add)]
+        with torch.enable_grad(), self.bridge.hooks(fwd_hooks=read, bwd_hooks=asked):
+            total = self._sum(self.bridge(tokens, **Kwargs(more))).sum()
+            if kept and total.requires_grad:  # no gradient of a parameter is made
+                torch.autograd.grad(total, kept, allow_unused=True)
+
+    def _why_no_gradient(self) -> str:
+        """Why the model has none without hooks, as far as its first parameter; "" where it has one."""
+        tokens, more = split(self.bridge.core, self.given)
+        first = next((p for p in self.bridge.original_model.parameters() if p.requires_grad), None)
+        try:
+            with torch.enable_grad():
+                total = self._sum(self.bridge(tokens, **Kwargs(more))).sum()
+                if first is not None and total.requires_grad:
+                    torch.autograd.grad(total, first, allow_unused=True)
+        except WRONG as error:
+            return one_line(error)
+        return ""
+
+    def _sum(self, logits: Tensor) -> Tensor:
+        """What is made of each row of what the model returns."""
+        weights = torch.randn(logits.shape[1:], generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        rows = logits.double()
+        return (rows.where(rows.abs() < _LARGE, 0) * weights.to(rows.device)).flatten(1).sum(-1)
+
+    def _direction(self, name: str, row: int) -> Tensor:
+        """Where a point is moved to, of the size of its activation: along its gradient, and anywhere."""
+        x, gradient = (each[row] for each in (self._activations[name], self._gradient(name)))
+        there = torch.isfinite(x)
+        size = x.where(there, 0).double().norm()
+        noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(x.device)
+        found = _unit(noise * there) + _unit(gradient.double() * there)
+        return found * size
+
+    def _gradient(self, name: str) -> Tensor:
+        return self._gradients.get(name, torch.zeros_like(self._activations[name]))
+
+    def _moves(self, name: str, row: int = 0) -> float:
+        """What an edit of the size of the activation moves the sum by, as the gradient says."""
+        return float((self._gradient(name)[row].double() * self._direction(name, row)).sum())
+
+    def _off(self, groups: Sequence[Sequence[str]], size: float) -> list[tuple[float, bool]]:
+        """For each group of edits, what the sum moves by besides what gradients say, relative to one; 0: nothing.
+
+        And whether it is seen to move, edit by edit.
+
+        Each group is a row; it is moved to both sides.
+        """
+        count = next(iter(self.given.values())).shape[0]
+        edits: dict[str, tuple[int, Tensor]] = {}
+        one: list[float] = []
+        said: list[float] = []
+        for row, group in enumerate(groups):
+            moves = {name: self._moves(name, row % count) for name in group}
+            one.append(size * min(moves.values()) / len(group) ** 0.5)
+            said.append(0.0)
+            # To both sides, and not alike: what is wrong at several points does not cancel.
+            shares = torch.rand(len(group), generator=torch.Generator().manual_seed(4)).tolist()
+            for place, (name, move) in enumerate(moves.items()):
+                share = (1 + shares[place]) * (-1) ** place
+                edits[name] = (
+                    row,
+                    self._direction(name, row % count) * (one[row] / move if one[row] else size) * share,
+                )
+                said[row] += one[row] * share
+        times = -(-len(groups) // count)
+        tokens, more = split(self.bridge.core, repeated(self.given, times))
+        up, down = (
+            self.bridge.run_with_hooks(tokens, fwd_hooks=[(list(edits), _adding(edits, sign))], **more)
+            for sign in (1.0, -1.0)
+        )
+        # What the last digits of the logits make of the sum.
+        sizes = up.double().where(up.abs() < _LARGE, 0).flatten(1).norm(dim=-1).tolist()
+        found = []
+        for row, moved in enumerate(((self._sum(up) - self._sum(down)) / 2).tolist()[: len(groups)]):
+            differs = moved - said[row]
+            rounding = _ROUNDED * torch.finfo(up.dtype).eps * sizes[row]
+            off = abs(differs) > _NEAR * one[row] + rounding
+            found.append((differs / (one[row] or size) if off else 0.0, one[row] > rounding))
+        return found
+
+
+def _shared_out(names: Sequence[str], among: int) -> list[Sequence[str]]:
+    ends = [row * len(names) // among for row in range(among + 1)]
+    return [names[start:end] for start, end in pairwise(ends) if start < end]
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x / x.norm().clamp(min=1e-300)
+
+
+def _adding(edits: Mapping[str, tuple[int, Tensor]], sign: float) -> HookFunction:
+    def edit(x: Tensor, hook: Hook) -> Tensor:
+        row, direction = edits[hook.name]
+        y = x.clone()
+        y[row] = x[row] + (sign * direction).to(x)
+        return y
+
+    return edit
