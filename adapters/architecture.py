@@ -50,6 +50,10 @@ from adapters.views import Affine, Chain, PositionsFirst, SeveralStreams, View
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+#: What begins the reason of whatever is not offered since a claim does not hold.
+NOT_PROVED = "not proved"
+
+
 #: What a table of embeddings is of.
 TableOf = Literal["positions", "row positions", "types", "patches", "more"]
 #: In the order in which families say them.

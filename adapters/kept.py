@@ -276,8 +276,8 @@ def _leaves(value: object, name: str) -> Iterator[tuple[str, object]]:
         yield name, value
 
 
-#: What is no attribute of a model's own, or changes nothing of what plays which part.
-_OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "training", "gradient_checkpointing"))
+#: What is no attribute of a model's own, or changes nothing of what plays which part (`_is_hooked`: it is spread).
+_OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "training", "gradient_checkpointing", "_is_hooked"))
 
 
 class _Code:

@@ -40,7 +40,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from adapters.architecture import Architecture
+from adapters.architecture import NOT_PROVED, Architecture
 from adapters.attention import Attention
 from adapters.imports import known_error
 from adapters.inputs import Given, may_take, sample_inputs, split
@@ -90,9 +90,6 @@ _CONSTANT = "random numbers in"
 _FAR = 67
 #: Claims that are not about the points that they are looked at: what is not offered is what is claimed.
 _OF_ALL = (ENDS, LOGITS, SLOPES)
-#: What begins the reason of whatever is not offered since a claim does not hold.
-NOT_PROVED = "not proved"
-
 #: How long a text is at most that shows how far a position bias goes.
 _LONG = 160
 #: Each proof of the activations of one run, and what is said not to hold when it cannot be made.

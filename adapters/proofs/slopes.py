@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from adapters.inputs import arguments_of, repeated, split
 from adapters.observe.observe import WRONG, one_line
@@ -107,12 +108,12 @@ class Slopes:
 
     def _look(self, names: Sequence[str]) -> None:
         """The activations, and their gradients; where nothing before a point wants one, neither does that."""
-        kept: list[Tensor] = []
+        kept: list[GradientEdge] = []
 
         def keep(x: Tensor, hook: Hook) -> None:
             if x.requires_grad:
                 self._activations[hook.name] = x.detach().clone()
-                kept.append(x)
+                kept.append(get_gradient_edge(x))  # what is added to it in place comes behind
 
         def add(gradient: Tensor, hook: Hook) -> None:
             before = self._gradients.get(hook.name)

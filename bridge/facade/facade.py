@@ -35,6 +35,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from adapters import Architecture, ModelMap, Weights, map_model, proofs
 from adapters import kept as folder
+from adapters.architecture import NOT_PROVED
 from adapters.config import ModelConfig, is_language_part
 from adapters.imports import known_error
 from adapters.inputs import CannotBeMade, Given
@@ -44,7 +45,6 @@ from adapters.model import Automatic, is_inferred
 from adapters.observe.observe import WRONG, one_line
 from adapters.plain_model import with_interface
 from adapters.points import base_path, join
-from adapters.proofs.proofs import NOT_PROVED
 from adapters.registry import UnsupportedModelError, has_declaration, inherits_declaration, is_declared
 from adapters.spread import Layout, layout_of, number_of
 from bridge.hooks.hooks import HookPoint

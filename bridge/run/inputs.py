@@ -266,7 +266,8 @@ def check_arguments(bridge: RunnableBridge, asked: Request, ours: Sequence[str])
     model = bridge.core
     known = accepted_by(model) | added_around(bridge.original_model)
     for name in given:
-        if name in NAMES and given[name] is not asked.input:
+        by_name = name == "inputs_embeds" and given[name] is asked.input  # see `embeddings_given`
+        if name in NAMES and not by_name:
             raise TypeError(f"{name} is the input itself, and an input is given: pass one of them")
         if name in _OUTPUTS and given[name]:
             raise ValueError(

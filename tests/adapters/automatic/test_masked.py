@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from adapters import Architecture, Attention, verify
 from adapters.proofs.scores import SCORES, VALUES
+from adapters.proofs.slopes import SLOPES
 from adapters.proofs.stream import ENDS
 from bridge import TransformerBridge
 from bridge.hooks.hooks import HookPoint
@@ -34,10 +35,14 @@ BUILDS = {
 }
 
 
+#: YOSO's code has a backward of its own for its hashing attention, which is not the slope.
+NOT_PROVED = {"yoso": {SLOPES}}
+
+
 @pytest.mark.parametrize("model_type", BUILDS)
 def test_all_is_offered_and_proved(model_type: str) -> None:
     bridge = TransformerBridge(tiny_model(model_type, "masked"))
-    assert not bridge.offered().not_offered
+    assert set(bridge.offered().not_offered) == NOT_PROVED.get(model_type, set())
     report = verify(bridge)
     assert report.passed, report
     with torch.no_grad():

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from adapters import verify
+from adapters.architecture import NOT_PROVED
 from adapters.proofs.feed_forward import GATED
-from adapters.proofs.proofs import NOT_PROVED
 from adapters.proofs.slopes import SLOPES
 from adapters.views import Call, View
 from bridge import TransformerBridge
