@@ -146,10 +146,13 @@ class Slopes:
         return (rows.where(rows.abs() < _LARGE, 0) * weights.to(rows.device)).flatten(1).sum(-1)
 
     def _direction(self, name: str, row: int) -> Tensor:
-        """Where a point is moved to, of the size of its activation: along its gradient, and anywhere."""
+        """Where a point is moved to: along its gradient, and anywhere.
+
+        Each vector moves by its own size: the stream of a trained model is a thousand times larger at its first token.
+        """
         x, gradient = (each[row] for each in (self._activations[name], self._gradient(name)))
         there = torch.isfinite(x)
-        size = x.where(there, 0).double().norm()
+        size = x.where(there, 0).double().norm(dim=-1, keepdim=True)
         noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(x.device)
         found = _unit(noise * there) + _unit(gradient.double() * there)
         return found * size
@@ -208,7 +211,7 @@ def _shared_out(names: Sequence[str], among: int) -> list[Sequence[str]]:
 
 
 def _unit(x: Tensor) -> Tensor:
-    return x / x.norm().clamp(min=1e-300)
+    return x / x.norm(dim=-1, keepdim=True).clamp(min=1e-300)
 
 
 def _adding(edits: Mapping[str, tuple[int, Tensor]], sign: float) -> HookFunction:
