@@ -18,7 +18,7 @@ SLOPES = "the gradient at a hook point is the slope of an edit there"
 
 #: How large an edit is, relative to the activation; one that does not agree is tried smaller: kinks, and experts that
 #: are chosen by what is largest, have a slope on one side each.
-_SIZES = (2e-3, 4e-4)
+_SIZES = (2e-3, 4e-4, 1e-4)
 #: What a slope may differ by from what the gradient says, relative to that.
 _NEAR = 0.1
 #: How many rows are in one run, each with edits at some of the points; and where each has one edit.
@@ -97,14 +97,16 @@ class Slopes:
 
     def _alone(self, points: list[list[str]]) -> None:
         tried = [self._off(points, size) for size in _SIZES]
-        for (name,), (large, told), (small, _) in zip(points, *tried, strict=True):
-            alike = bool(large and small) and abs(large - small) <= 2 * _NEAR * max(abs(large), abs(small))
-            if large and small and not alike:
+        for (name,), *found in zip(points, *tried, strict=True):
+            sized = [off for off, told in found if off or told]  # of some sizes nothing is seen
+            wrong = bool(sized) and all(sized)
+            alike = wrong and max(sized) - min(sized) <= 2 * _NEAR * max(map(abs, sized))
+            if wrong and not alike:
                 self.findings.inconclusive(SLOPES, f"{name} has no slope")
-            elif told and not alike:
+            elif found[0][1] and not alike:
                 self.moved.add(name)
-            said = f"an edit moves the logits by {1 + small:.2g} of what it says" if self._moves(name) else "it is zero"
-            self.findings.holds(SLOPES, name, not alike, said)
+            moved = f"an edit moves the logits by {1 + sized[-1]:.2g} of what it says" if sized else ""
+            self.findings.holds(SLOPES, name, not alike, moved if self._moves(name) else "it is zero")
 
     def _look(self, names: Sequence[str]) -> None:
         """The activations, and their gradients; where nothing before a point wants one, neither does that."""
