@@ -296,17 +296,16 @@ class Wiring(AttachesListeners):
             others = plan.others if quick else points
             self.listen(others, listener)
             self._connected += quick
-            if self.calls.modules:
-                self.calls.change(1)
         try:
-            with plan.attached(keep, listener.scope) if quick else nullcontext():
+            with (
+                self.calls.counted() if self.calls.modules else nullcontext(),
+                plan.attached(keep, listener.scope) if quick else nullcontext(),
+            ):
                 yield
         finally:
             with self.lock:
                 self.stop_listening(others, listener)
                 self._connected -= quick
-                if self.calls.modules:
-                    self.calls.change(-1)
 
     def stop_listening(self, points: Iterable[HookPoint], listener: Listener) -> None:
         """Removes what `listen` attached."""
