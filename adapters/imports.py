@@ -197,6 +197,11 @@ def unembedding_of_gpt_neox() -> str:
     return "lm_head" if has_transformers("5.14") else "embed_out"
 
 
+def gptj_is_like_others() -> bool:
+    """Whether GPT-J and CodeGen take all kernels, and their blocks return the stream alone: since 5.24."""
+    return has_transformers("5.24")
+
+
 def outputs_of_t5_encoder() -> int:
     """How many values a block of T5's encoder returns: since 5.15 as many as one of its decoder."""
     return 3 if has_transformers("5.15") else 2

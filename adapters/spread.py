@@ -108,18 +108,23 @@ class Peers:
                 f"a hook at {name} failed on process {failed - 1} of {self.side.size()}, which says why"
             )
 
-    def agree(self, numbers: list[int]) -> list[bool]:
-        """Whether each of some numbers is the same on all processes, all of which have to ask."""
-        found = self._largest([*numbers, *(-number for number in numbers)])
-        return [high == -low for high, low in zip(found, found[len(numbers) :], strict=False)]
+    def agree(self, numbers: list[int]) -> Callable[[], list[bool]]:
+        """Asks whether each of some numbers is the same on all processes, all of which have to; the answer waits."""
+        answer = largest(self.side, [*numbers, *(-number for number in numbers)])
+
+        def same() -> list[bool]:
+            found = answer()
+            return [high == -low for high, low in zip(found, found[len(numbers) :], strict=False)]
+
+        return same
 
     def least(self, number: int) -> int:
         """The smallest of the processes' numbers; all have to ask."""
-        return -self._largest([-number])[0]
+        return -largest(self.side, [-number])()[0]
 
     def _compared(self, number: int, failed: int, name: str) -> tuple[bool, int]:
         try:
-            highest, lowest, failed = self._largest([number, -number, failed], self.patience)
+            highest, lowest, failed = largest(self.side, [number, -number, failed], self.patience)()
         except RuntimeError as error:  # gloo's of a process that is late, or gone
             raise DifferentEditsError(
                 f"hooks are called at {name} here, and other processes that share this model did not come there in "
@@ -127,16 +132,60 @@ class Peers:
             ) from error
         return highest == -lowest, failed
 
-    def _largest(self, numbers: list[int], seconds: float | None = None) -> list[int]:
-        found = torch.tensor(numbers, dtype=torch.int64)
-        work = dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.side, async_op=True)
-        assert work is not None
-        if seconds is None:
-            work.wait()
-        else:
-            work.wait(timedelta(seconds=seconds))
-        largest: list[int] = found.tolist()
-        return largest
+
+def largest(side: dist.ProcessGroup, numbers: list[int], seconds: float | None = None) -> Callable[[], list[int]]:
+    """Asks for the largest of the processes' numbers at each place; the answer waits.
+
+    Args:
+        side: the processes, all of which have to ask.
+        numbers: of this process.
+        seconds: how long the answer waits for the others; None: as long as the group says.
+    """
+    found = torch.tensor(numbers, dtype=torch.int64)
+    work = dist.all_reduce(found, op=dist.ReduceOp.MAX, group=side, async_op=True)
+    assert work is not None
+
+    def answer() -> list[int]:
+        work.wait() if seconds is None else work.wait(timedelta(seconds=seconds))
+        return cast(list[int], found.tolist())
+
+    return answer
+
+
+class Turns:
+    """The passes of processes that have rows of their own, where a pass needs all of them (for parameters).
+
+    Each pass is made by all at the same time. A process that has none left, or another one, makes one of nothing.
+
+    Args:
+        side: the processes, all of which have to take turns until they end.
+        join: makes a pass of nothing, of a number.
+    """
+
+    def __init__(self, side: dist.ProcessGroup, join: Callable[[int], object]) -> None:
+        self._side, self._join = side, join
+        #: A pass that was begun is not over: where it broke off, the others wait in it for good.
+        self.under_way = False
+
+    def take(self, number: int) -> None:
+        """Waits until this process's pass is the next, and makes those of the others until then.
+
+        Args:
+            number: of what the pass does, above 0. Larger ones are the first.
+
+        Raises:
+            RuntimeError: the pass before broke off.
+        """
+        if self.under_way:
+            raise RuntimeError("a pass broke off, and the other processes wait in it: end all of them")
+        while (now := largest(self._side, [number])()[0]) > number:
+            self._join(now)
+        self.under_way = number > 0
+
+    def end(self) -> None:
+        """Takes part in the passes of the others until nobody has one left."""
+        if not self.under_way:
+            self.take(0)
 
 
 def number_of(given: object) -> int:
@@ -335,6 +384,7 @@ class Layout:
         sizes: over how many columns, of modules that give or take a part.
         heads_first: the norms of heads that are given heads before positions.
         bare: the modules without parameters.
+        rows_of: the processes that have rows of their own, by their global numbers; none where that is not known.
     """
 
     said: str
@@ -343,6 +393,7 @@ class Layout:
     sizes: Mapping[str, int] = field(default_factory=dict)
     heads_first: frozenset[str] = frozenset()
     bare: frozenset[str] = frozenset()
+    rows_of: tuple[int, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Layout:
         return self  # a copy of the model is spread over the same processes
@@ -510,8 +561,10 @@ def layout_of(model: nn.Module) -> Layout | None:
     """
     path = core_path(model)
     core = model.get_submodule(path)
-    said = []
+    said: list[str] = []
+    rows_of: tuple[int, ...] = ()
     if isinstance(model, DistributedDataParallel):
+        rows_of = tuple(dist.get_process_group_ranks(model.process_group))
         said.append(f"data parallel over {model.process_group.size()} processes, each with rows of its own")
     config = getattr(getattr(core, "config", None), "distributed_config", None)
     _refuse_stages(core, config)
@@ -519,6 +572,7 @@ def layout_of(model: nn.Module) -> Layout | None:
     sharded = {name for name, module in core.named_modules() if isinstance(module, FSDPModule)}
     if sharded:
         said.append("parameters sharded by FSDP2, each process with rows of its own")
+        rows_of = tuple(sorted({rank for each in spread.values() for rank in each.device_mesh.mesh.flatten().tolist()}))
     plan = _plan(core, config) if (getattr(core, "_tp_size", None) or 1) > 1 else {}
     if not plan:
         if spread and not sharded:
@@ -527,16 +581,28 @@ def layout_of(model: nn.Module) -> Layout | None:
                 f"{name} is spread over processes ({parameter.placements}), and the model has no plan that says how: "
                 'load it with from_pretrained(..., distributed_config=DistributedConfig(tp_plan="auto"))'
             )
-        return Layout("; ".join(said)) if said else None
+        return Layout("; ".join(said), rows_of=rows_of) if said else None
     if sharded:
         raise SpreadModelError("the model is tensor parallel and sharded by FSDP2 at once: take one of them")
+    refuse_adapters(core)
+    return _by_plan(path, core, plan, spread, said)
+
+
+def refuse_adapters(core: nn.Module) -> None:
+    """Refuses a model over processes with adapters of PEFT, which each process would make of a part by itself.
+
+    Args:
+        core: the Hugging Face model.
+
+    Raises:
+        SpreadModelError: it has some.
+    """
     adapted = next((name for name, module in core.named_modules() if hasattr(module, "base_layer")), None)
     if adapted is not None:
         raise SpreadModelError(
             f"{adapted} has an adapter of PEFT over a layer that is cut over processes, and nothing says how the "
             "adapter is: merge it in one process (merge_and_unload), save the model, and load that over processes"
         )
-    return _by_plan(path, core, plan, spread, said)
 
 
 def _refuse_stages(core: nn.Module, config: Any) -> None:
@@ -585,7 +651,8 @@ def _by_plan(
     styles = {inside + name: style for name, style in plan.items()}
     bare = frozenset(inside + name for name, module in core.named_modules() if next(module.parameters(), None) is None)
     group = mesh.get_group()
-    return Layout("; ".join(said), Peers(group, _side_of(group)), styles, sizes, bare=bare)
+    side = side_of(tuple(dist.get_process_group_ranks(group)))
+    return Layout("; ".join(said), Peers(group, side), styles, sizes, bare=bare)
 
 
 def _mesh(core: nn.Module, plan: Mapping[str, str], spread: Mapping[str, DTensor]) -> DeviceMesh:
@@ -645,6 +712,10 @@ def _refuse_cut_heads(core: nn.Module, plan: Mapping[str, str], processes: int) 
 
 
 @lru_cache(maxsize=4)
-def _side_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same processes for questions, on their processors. All of them have to ask."""
-    return dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
+def side_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """A group of processes for questions, on their processors. All of them have to ask.
+
+    Args:
+        ranks: their global numbers.
+    """
+    return dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)

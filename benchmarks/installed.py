@@ -2,13 +2,15 @@
 
 Each row is a new environment: torch's build for CPUs, then the wheel of `dist/` with one extra, then what that extra is
 for (`tests/distribution/uses.py`). Without an extra it is the README's first example, also with an older transformers.
+Then what pip would choose beside other libraries; nothing of that is installed.
 
-    python benchmarks/installed.py [--only pictures,onnx]
+    python benchmarks/installed.py [--only pictures,onnx,beside]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -29,6 +31,15 @@ it brings, and then what the extra is for is run (`tests/distribution/uses.py`),
 
 | extra | transformers | packages | size | what was run | |
 |---|---|---|---|---|---|
+"""
+#: What people use beside it.
+NEIGHBOURS = ("sae-lens", "nnsight", "peft", "accelerate", "vllm", "lm-eval")
+BESIDE = "## Beside other libraries\n"
+BESIDE_HEAD = f"""{BESIDE}
+What pip chooses where the wheel is asked for together with another library, in an empty environment (`--dry-run`).
+
+| library | transformers | torch | packages |
+|---|---|---|---|
 """
 
 
@@ -117,24 +128,60 @@ def used(python: Path, row: Row, source: Path) -> None:
                 raise NotMeasured(f"fails: {(done.stderr.strip() or done.stdout.strip())[-600:]}")
 
 
+def beside(wheel: Path) -> None:
+    """Writes the page's last table: what pip chooses where the wheel is asked for together with another library."""
+    python = HERE / "empty" / "bin" / "python"
+    if not python.exists():
+        run(sys.executable, "-m", "venv", python.parent.parent)
+    lines = []
+    for name in NEIGHBOURS:
+        asked = (
+            "-I",
+            "-m",
+            "pip",
+            "install",
+            "--dry-run",
+            "--ignore-installed",
+            "--quiet",
+            "--report",
+            "-",
+            wheel,
+            name,
+        )
+        try:
+            chosen = [each["metadata"] for each in json.loads(run(python, *asked))["install"]]
+            versions = {re.sub("[_.]", "-", each["name"].lower()): each["version"] for each in chosen}
+            lines.append(
+                f"| {name} {versions[name]} | {versions['transformers']} | {versions['torch']} | {len(chosen)} |"
+            )
+        except NotMeasured as why:
+            print(f"{name}: {why}", file=sys.stderr, flush=True)
+            lines.append(f"| {name} | does not resolve | | |")
+        print(lines[-1], flush=True)
+    PAGE.write_text(PAGE.read_text().partition(BESIDE)[0].rstrip() + "\n\n" + BESIDE_HEAD + "\n".join(lines) + "\n")
+
+
 def write(row: Row, line: str) -> None:
     """Puts a row into the page's table; the others stay."""
-    before, _, table = PAGE.read_text().partition(INSTALLED)
+    before, _, behind = PAGE.read_text().partition(INSTALLED)
+    table, title, last = behind.partition(BESIDE)
     there = {other: found for other in ROWS for found in table.splitlines() if found.startswith(other.begin)}
     there[row] = line
     lines = [there.get(other, f"{other.begin} | | | not measured |") for other in ROWS]
-    PAGE.write_text(before.rstrip() + "\n\n" + HEAD + "\n".join(lines) + "\n")
+    PAGE.write_text(before.rstrip() + "\n\n" + HEAD + "\n".join(lines) + "\n\n" + title + last)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="", help="names of extras, or none-5.23.0, with commas")
+    parser.add_argument("--only", default="", help="names of extras, none-5.23.0 or beside, with commas")
     given = parser.parse_args()
     (wheel,) = (ROOT / "dist").glob("*.whl")
     HERE.mkdir(exist_ok=True)
     for base in HERE.glob("wheel-*"):
         if base.stat().st_mtime < wheel.stat().st_mtime:
             shutil.rmtree(base)
+    if not given.only or "beside" in given.only.split(","):
+        beside(wheel)
     failed = []
     for row in ROWS:
         if row.extra in NOT_HERE or (given.only and row.name not in given.only.split(",")):

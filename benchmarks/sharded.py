@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,39 +60,55 @@ def _load(folder: Path) -> PreTrainedModel:
     return model.eval()
 
 
+def ratios(rounds: int = ROUNDS) -> dict[str, float]:
+    """What each run takes, as a ratio to the model alone: the medians. All processes have to ask.
+
+    Args:
+        rounds: how many.
+    """
+    logging.disable_progress_bar()
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    if dist.get_rank() == 0:
+        sizes: dict[str, Any] = {
+            "hidden_size": 512,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 8,
+            "intermediate_size": 1408,
+        }
+        LlamaForCausalLM(LlamaConfig(vocab_size=2048, num_key_value_heads=8, **sizes)).save_pretrained(folder[0])
+    dist.barrier()
+    order = random.Random(0)
+    bridge = TransformerBridge(_load(Path(folder[0])))
+    tokens = torch.randint(3, 2048, (1, 128), generator=torch.Generator().manual_seed(0)).to(bridge.cfg.device)
+    unasked = TransformerBridge(bridge.original_model, compare_edits=False)
+    timed = runs(bridge, unasked, tokens)
+    found: dict[str, list[float]] = {name: [] for name in timed}
+    with torch.no_grad():
+        for run in timed.values():
+            run()
+        for _ in range(rounds):
+            took = {}
+            for name, run in order.sample(list(timed.items()), len(timed)):
+                dist.barrier()
+                start = time.perf_counter()
+                run()
+                if tokens.is_cuda:
+                    torch.cuda.synchronize()
+                took[name] = time.perf_counter() - start
+            for name, seconds in took.items():
+                found[name].append(seconds / took["the model alone"])
+    return {name: statistics.median(each) for name, each in found.items()}
+
+
 def main() -> None:
     """Prints the table."""
     torch.set_num_threads(1)
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
     dist.init_process_group("gloo")
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
-    if dist.get_rank() == 0:
-        sizes = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "intermediate_size": 1408}
-        LlamaForCausalLM(LlamaConfig(vocab_size=2048, num_key_value_heads=4, **sizes)).save_pretrained(folder[0])
-    dist.barrier()
-    random.seed(0)
-    bridge = TransformerBridge(_load(Path(folder[0])))
-    tokens = torch.randint(3, 2048, (1, 128), generator=torch.Generator().manual_seed(0))
-    unasked = TransformerBridge(bridge.original_model, compare_edits=False)
-    timed = runs(bridge, unasked, tokens)
-    ratios: dict[str, list[float]] = {name: [] for name in timed}
-    with torch.no_grad():
-        for run in timed.values():
-            run()
-        for _ in range(ROUNDS):
-            took = {}
-            for name, run in random.sample(list(timed.items()), len(timed)):
-                dist.barrier()
-                start = time.perf_counter()
-                run()
-                took[name] = time.perf_counter() - start
-            for name, seconds in took.items():
-                ratios[name].append(seconds / took["the model alone"])
-    if dist.get_rank() == 0:
-        for name, found in ratios.items():
-            print(f"{name:<42} {statistics.median(found):.2f}")
+    for name, ratio in ratios().items():
+        if dist.get_rank() == 0:
+            print(f"{name:<42} {ratio:.2f}")
     dist.destroy_process_group()
 
 

@@ -8,7 +8,8 @@ object for each bridge, `Sharing`, which sites, taps and runs ask:
 2. a site, or a channel of a tap, asks for its `SharedTensor`. When the model comes there, that puts the parts together,
    shows the whole, compares what the hooks made of it with the other processes by checksum, and cuts it again;
 3. a hook of gradients is compared likewise (`compared`);
-4. experts of which each process holds some are computed where their weights are (`SharedExperts`).
+4. experts of which each process holds some are computed where their weights are (`SharedExperts`);
+5. processes that have rows of their own, and parameters in parts, make their passes together (`turns`).
 
 What has not been made for such models is refused by name (`refuse`). Nothing here knows what a hook point stands on: it
 is given the hook points that look, and a function that shows them a tensor.
@@ -30,7 +31,18 @@ from torch.distributed.tensor import DTensor, Shard
 from adapters.linear import materialized
 from adapters.observe.observe import LINEAR_PRODUCTS
 from adapters.points import Site, module_path
-from adapters.spread import Alike, Cut, DifferentEditsError, Layout, Summed, SummedGradients, number_of
+from adapters.spread import (
+    Alike,
+    Cut,
+    DifferentEditsError,
+    Layout,
+    Summed,
+    SummedGradients,
+    Turns,
+    number_of,
+    refuse_adapters,
+    side_of,
+)
 from adapters.views import Args, Kwargs
 from bridge.hooks.hooks import HookPoint
 
@@ -43,14 +55,15 @@ class Sharing:
     Args:
         layout: how the model is spread over them.
         points: the hook points of the bridge, by name.
+        core: the Hugging Face model.
 
     Attributes:
         said: how the model is spread, in words.
         peers: the processes that share each layer; None where none is shared.
     """
 
-    def __init__(self, layout: Layout, points: Mapping[str, HookPoint]) -> None:
-        self._layout, self._points = layout, points
+    def __init__(self, layout: Layout, points: Mapping[str, HookPoint], core: nn.Module) -> None:
+        self._layout, self._points, self._core = layout, points, core
         self.said, self.peers = layout.said, layout.peers
 
     @property
@@ -67,23 +80,45 @@ class Sharing:
         """The smallest that any process has which shares the model, all of which have to ask."""
         return number if self.peers is None else self.peers.least(number)
 
-    def refuse(self, what: str, own_rows_alone: bool = False) -> None:
+    def refuse(self, what: str) -> None:
         """Refuses what has not been made for models over several processes.
 
         Args:
             what: in words.
-            own_rows_alone: it has been made for those that share each layer, and are given the same rows.
 
         Raises:
-            ValueError: the model is one of theirs.
+            ValueError: always.
         """
-        if not own_rows_alone or self.peers is None:
-            raise ValueError(f"{what} is for models in one process, and this one is {self.said}")
+        raise ValueError(f"{what} is for models in one process, and this one is {self.said}")
+
+    def turns(self, join: Callable[[int], object]) -> Turns | None:
+        """How processes with rows of their own make their passes together; None where all are given the same rows.
+
+        Args:
+            join: see `Turns`.
+
+        Raises:
+            ValueError: it is not known which processes these are.
+        """
+        if self.peers is not None:
+            return None
+        if not self._layout.rows_of:
+            raise ValueError(
+                "FSDP2 had put all parameters together when the bridge was made, so that nothing says over which "
+                "processes they are sharded: call model.reshard(), and make another bridge"
+            )
+        return Turns(side_of(self._layout.rows_of), join)
 
     def meet(self, what: str) -> None:
         """Waits until all processes have come to something (see `Peers.meet`)."""
         if self.peers is not None:
+            self._check_plain()
             self.peers.meet(what)
+
+    def _check_plain(self) -> None:
+        """Refuses adapters that came when the bridge was there."""
+        if hasattr(self._core, "peft_config"):  # PEFT says so on the model, however an adapter came
+            refuse_adapters(self._core)
 
     def compared(self, make: Callable[[], T], given: Tensor, name: str) -> T:
         """What a function makes of a gradient, if processes that share the model make the same of it.
@@ -109,38 +144,49 @@ class Sharing:
         return made[0]
 
     def check_alike(self, given: object, random: bool = False) -> None:
-        """Looks whether all processes that share the model do the same, all of which have to ask.
+        """Looks whether all processes that share the model do the same, all of which have to ask: see `asked_alike`."""
+        self.asked_alike(given, random)()
+
+    def asked_alike(self, given: object, random: bool = False) -> Callable[[], None]:
+        """Asks whether all processes that share the model do the same, all of which have to.
 
         Args:
             given: what the model is given.
             random: random numbers are drawn in the run.
 
-        Raises:
-            DifferentEditsError: hooks are at other points, or another input or other random numbers are there.
+        Returns:
+            What waits for the answer, before anything of the model is sent. It raises `DifferentEditsError` where
+            hooks are at other points, or another input or other random numbers are there.
         """
         if self.peers is None:
-            return
+            return lambda: None
+        self._check_plain()
         listening = [hook for hook in self._points.values() if hook.listeners and hook.has_visible_listeners]
         kinds = [(hook.name, [listener.kind for listener in hook.visible_listeners()]) for hook in listening]
         numbers = [zlib.crc32(repr(kinds).encode()), number_of(given)]
         numbers.append(number_of(torch.get_rng_state()) if random else 0)
-        same_points, same_input, same_draws = self.peers.agree(numbers)
-        if not same_points:
-            names = ", ".join(name for name, _ in kinds) or "no hook point"
-            raise DifferentEditsError(
-                f"hooks are at {names} here, and at other hook points on other processes that share this model: "
-                "do the same on all"
-            )
-        if not same_input:
-            raise DifferentEditsError(
-                "the processes that share this model are given different inputs (or masks, lengths of the past, layers "
-                "to run): each computes a part of every row, so give all of them the same"
-            )
-        if not same_draws:
-            raise DifferentEditsError(
-                "the processes that share this model would draw different tokens: call torch.manual_seed with the same "
-                "number on all, or give do_sample=False"
-            )
+        answer = self.peers.agree(numbers)
+
+        def check() -> None:
+            same_points, same_input, same_draws = answer()
+            if not same_points:
+                names = ", ".join(name for name, _ in kinds) or "no hook point"
+                raise DifferentEditsError(
+                    f"hooks are at {names} here, and at other hook points on other processes that share this model: "
+                    "do the same on all"
+                )
+            if not same_input:
+                raise DifferentEditsError(
+                    "the processes that share this model are given different inputs (or masks, lengths of the past, "
+                    "layers to run): each computes a part of every row, so give all of them the same"
+                )
+            if not same_draws:
+                raise DifferentEditsError(
+                    "the processes that share this model would draw different tokens: call torch.manual_seed with the "
+                    "same number on all, or give do_sample=False"
+                )
+
+        return check
 
 
 @dataclass(frozen=True)

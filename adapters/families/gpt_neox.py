@@ -10,7 +10,7 @@ from adapters.config import rotary_values
 from adapters.families.shapes.gpt2 import WIDE_AND_BACK, K, Q, V, fused, gpt2_like
 from adapters.families.shapes.llama import normed
 from adapters.feed_forward import MLP
-from adapters.imports import unembedding_of_gpt_neox
+from adapters.imports import gptj_is_like_others, unembedding_of_gpt_neox
 from adapters.norms import LAYER_NORM
 from adapters.registry import only
 from adapters.views import MaskedScores, gathered
@@ -49,7 +49,7 @@ def gptj_like(attn: Attention, rotary_dim: int) -> Architecture:
         MLP("mlp", up=Projection("fc_in"), down="fc_out"),
         pre=("ln_1", "ln_1"),
         parallel=True,
-        output=(0, 2),
+        output=(None, 1) if gptj_is_like_others() else (0, 2),
         config_values={
             "positional_embedding_type": "rotary",
             "rotary_dim": rotary_dim,
@@ -60,8 +60,8 @@ def gptj_like(attn: Attention, rotary_dim: int) -> Architecture:
 
 
 def gptj(config: PreTrainedConfig) -> Architecture:
-    # Its flash attention does not go through the method in which the others compute the softmax.
-    scores = MaskedScores() if config._attn_implementation == "eager" else None
+    # A flash attention of its own does not go through the method in which the others compute the softmax.
+    scores = MaskedScores() if gptj_is_like_others() or config._attn_implementation == "eager" else None
     return gptj_like(Attention("attn", Q, K, V, o="out_proj", rotary="last", scores=scores), config.rotary_dim)
 
 

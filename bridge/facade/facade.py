@@ -584,4 +584,4 @@ def _alike(kept: Declaration | None, layout: Layout | None) -> bool:
     if layout is None:
         return True
     said = "" if kept is None else json.dumps(encoded(kept.architecture))
-    return layout.peers is not None and all(layout.peers.agree([number_of(said)]))
+    return layout.peers is not None and all(layout.peers.agree([number_of(said)])())

@@ -24,7 +24,7 @@ from transformers.generation.continuous_batching.input_outputs import Continuous
 
 from adapters.imports import check_batching
 from adapters.linear import input_device
-from adapters.spread import refuse_context_parallel
+from adapters.spread import Turns, refuse_context_parallel
 from bridge.bases.bases import read_by
 from bridge.cache import ActivationCache
 from bridge.generation.options import RunnableBridge, check_generates, decode
@@ -270,8 +270,8 @@ def generate_batch(
         prompts: as tokens.
         interventions, each, options: as there.
     """
-    if (sharing := bridge.wiring.sharing) is not None:
-        sharing.refuse("generate_batch", own_rows_alone=True)
+    sharing = bridge.wiring.sharing
+    turns = None if sharing is None else sharing.turns(partial(_pass_of_nothing, bridge))
     check_batching()
     check_generates(bridge)
     if bridge.core.config.is_encoder_decoder or not hasattr(bridge.core, "init_continuous_batching"):
@@ -292,13 +292,16 @@ def generate_batch(
         request = PackedRequest(index, list(prompt), Generation(len(prompt)))
         request.error = _cannot(bridge, request.prompt, options.max_new_tokens)
         (good if request.error is None else failed).append(request)
-    if not good:
+    if not good and turns is None:
         return iter([_answer(bridge, request, [], ()) for request in failed])
     refuse_context_parallel()
     if sharing is not None:
         sharing.check_alike([[hook.name for hook in (*edits, *captured)], prompts, options.max_new_tokens])
-    check_batches(bridge)
-    answers = _answers(_Batch(bridge, good, edits, captured, options), failed)
+    check_batches(bridge, turns)
+    if not good and turns is not None:
+        turns.end()
+        return iter([_answer(bridge, request, [], ()) for request in failed])
+    answers = _answers(_Batch(bridge, good, edits, captured, options, turns=turns), failed)
     next(answers)  # from here on its end is seen to, whether or not it is gone through
     # Where processes share the model, nothing else may be asked of it meanwhile: all are made before one is given.
     return answers if sharing is None else iter(list(answers))
@@ -315,8 +318,18 @@ _PROVED: WeakKeyDictionary[nn.Module, dict[tuple[str | None, torch.dtype], str]]
 _PROOF, _PROOF_NEW = (7, 2, 4), 3
 
 
-def check_batches(bridge: RunnableBridge) -> None:
+def _pass_of_nothing(bridge: RunnableBridge, number: int) -> None:
+    """The model's own forward of one token, for what other processes need of this one in theirs."""
+    with torch.no_grad(), without_hooks():
+        bridge.core(input_ids=torch.zeros((1, 1), dtype=torch.long, device=input_device(bridge.core)), use_cache=False)
+
+
+def check_batches(bridge: RunnableBridge, turns: Turns | None = None) -> None:
     """Refuses a model of which several requests at once are not what each is alone: tried once for each model.
+
+    Args:
+        bridge: the bridge.
+        turns: of processes that have requests of their own.
 
     Raises:
         ValueError: it is one.
@@ -325,7 +338,7 @@ def check_batches(bridge: RunnableBridge) -> None:
     found = _PROVED.setdefault(core, {})
     key = (core.config._attn_implementation, core.dtype)
     if key not in found:
-        found[key] = _why_not(bridge)
+        found[key] = _why_not(bridge, turns)
     if found[key]:
         raise ValueError(
             f"generate_batch cannot be had of {type(core).__name__} ({_layer_kinds(bridge)}): {found[key]}. "
@@ -340,7 +353,7 @@ def _layer_kinds(bridge: RunnableBridge) -> str:
     return ", ".join([name for name in names if words.search(name)][:3]) or "layers of its own"
 
 
-def _why_not(bridge: RunnableBridge) -> str:
+def _why_not(bridge: RunnableBridge, turns: Turns | None) -> str:
     """Why several requests of a model are not what each is alone; "" where they are."""
     core, drawn = bridge.core, torch.Generator().manual_seed(0)
     longest = bridge.cfg.n_ctx
@@ -355,7 +368,7 @@ def _why_not(bridge: RunnableBridge) -> str:
     requests = [PackedRequest(i, prompt, Generation(len(prompt))) for i, prompt in enumerate(prompts)]
     with quiet_engine():
         try:
-            batch = _Batch(bridge, requests, {}, [], options, proof=True)
+            batch = _Batch(bridge, requests, {}, [], options, proof=True, turns=turns)
             answers = list(_answers(batch, []))[1:]
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError) as error:
             return f"transformers' continuous batching does not take it ({type(error).__name__}: {_short(error)})"
@@ -444,7 +457,9 @@ class _Batch:
         captured: Sequence[HookPoint],
         options: BatchOptions,
         proof: bool = False,
+        turns: Turns | None = None,
     ) -> None:
+        self.others = turns
         self.bridge, self.requests, self.captured, self.options = bridge, requests, captured, options
         sharing = bridge.wiring.sharing
         self.retries = not proof and len(requests) > 1 and sharing is None
@@ -678,6 +693,8 @@ class _Batch:
         self._pass.gradients = False
         CURRENT.set(RunContext(frozenset((self.scope,)), run=self._pass))
         self.feed()
+        if self.others is not None:
+            self.others.take(1)
         self._gave_whole_logits = self._whole_logits and "logits_to_keep" in kwargs
         if self._gave_whole_logits:
             return args, {name: value for name, value in kwargs.items() if name != "logits_to_keep"}
@@ -706,6 +723,8 @@ class _Batch:
         CURRENT.set(RunContext(frozenset((self.scope,))))
         if output is None:  # it raised
             return None
+        if self.others is not None:
+            self.others.under_way = False
         assert self._packed is not None
         chosen = output.logits
         if chosen.shape[1] != len(self._packed.parts):
@@ -751,11 +770,15 @@ def _answers(batch: _Batch, failed: Sequence[PackedRequest]) -> Iterator[Answer]
                     if batch.retries:  # somebody's edits ended the pass of all: each shows for itself
                         again.append(request)
                         continue
+                    if batch.others is not None and batch.others.under_way:
+                        raise RuntimeError("a pass broke off, and other processes wait in it: end all") from error
                     request.error = error
                 bar.update()
                 yield _answer(bridge, request, tokens, batch.captured, options.output_logits)
         finally:
             batch.stop(handles)
+            if batch.others is not None:
+                batch.others.end()
         for request in again:
             anew = PackedRequest(request.index, request.prompt, Generation(len(request.prompt)))
             one = _answers(_Batch(bridge, [anew], batch.edits, batch.captured, replace(options, verbose=False)), [])

@@ -58,7 +58,7 @@ from bridge.harvest.options import (
     special_id,
 )
 from bridge.harvest.packing import START, Cursor, DocumentSource, ShardInput, SourceReader, Tokenization, as_source
-from bridge.harvest.rows import Harvested, Meter, Progress, RowMaker, Together, default_batch_size
+from bridge.harvest.rows import Harvested, InTurns, Meter, Progress, RowMaker, Together, default_batch_size, together_of
 from bridge.harvest.shards import Folder, Manifest, ShardRecord
 from bridge.hooks.context import HookFunction
 from bridge.version import __version__
@@ -170,9 +170,8 @@ def harvest(
     if engine == "ray":
         installed()
     spec = ModelSource.of(model, device, model_dtype)
-    sharing = None if spec.bridge is None else spec.bridge.wiring.sharing
-    group = None if sharing is None else sharing.group
-    if engine == "ray" and group is not None:
+    together = None if spec.bridge is None else together_of(spec.bridge)
+    if engine == "ray" and together is not None:
         raise HarvestError("a worker of Ray is one process, and this model is shared by several: engine='local'")
     tokenizer = tokenizer if tokenizer is not None else _tokenizer(spec)
     reader_source = as_source(source, column)
@@ -189,7 +188,6 @@ def harvest(
         "asked": digest(json.dumps([asked.describe(asked.hook_points, batch_size or 0, ""), prepend_bos])),
         "tokenizer": None if tokenizer is None else of_tokenizer(tokenizer),
     }
-    together = None if group is None else Together(group)
     pool = WorkerPool(workers, cpus_per_worker, gpus_per_worker, address) if engine == "ray" else None
     made = partial(
         _harvested,
@@ -207,14 +205,16 @@ def harvest(
     )
     if together is None:
         return made()
+    if isinstance(together, InTurns) or together.leads:
+        return together.lead(made)
     assert spec.bridge is not None
-    return together.lead(made) if together.leads else together.follow(spec.bridge, interventions)
+    return together.follow(spec.bridge, interventions)
 
 
 def _harvested(
     spec: ModelSource, asked: HarvestOptions, source: DocumentSource, tokenizer: Any, prepend_bos: bool | None,
     folder: Folder, quick: dict[str, Any], pool: WorkerPool | None,
-    progress: bool | Callable[[Progress], object], together: Together | None, checksums: bool,
+    progress: bool | Callable[[Progress], object], together: Together | InTurns | None, checksums: bool,
 ) -> Harvested:  # fmt: skip
     """What `harvest` does in the process that writes."""
     began, gpus, known = time.perf_counter(), bool(pool and pool.gpus > 0), quick["model"][3] is not None
@@ -235,7 +235,7 @@ def _harvested(
         options = replace(asked, tokens=replace(asked.tokens, bos=bos))
         maker = RowMaker(bridge, options, batch_size, together)
         if together is not None:
-            together.tell("weights")
+            together.weights()
         planned = _manifest(bridge, maker, options, batch_size, kind, quick, source)
         if manifest is None:
             _refuse_foreign(folder)

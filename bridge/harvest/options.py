@@ -365,7 +365,6 @@ class ModelSource:
         Raises:
             TypeError: it is neither a bridge nor a name.
             HarvestError: a bridge in training mode or with hooks of its own, or a device or type for a bridge.
-            ValueError: a bridge of a model whose processes have rows of their own.
         """
         if isinstance(model, str):
             name = None if device is None else str(device)
@@ -376,8 +375,6 @@ class ModelSource:
             raise HarvestError(
                 "device and model_dtype are for a model that is loaded by name: move the bridge yourself"
             )
-        if model.wiring.sharing is not None:
-            model.wiring.sharing.refuse("a harvest", own_rows_alone=True)
         if model.training:
             raise HarvestError(
                 "the model is in training mode, where dropout would change what is harvested: bridge.eval() first"

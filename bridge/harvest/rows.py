@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -255,7 +256,8 @@ class Meter:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A harvest of a model that several processes share: the first does it, and all take part in its runs.
+# Harvests of a model on several processes. Where they share it, the first does it, and all take part in its runs; where
+# each has rows of its own, each harvests, and all take part in the runs of all.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -282,6 +284,16 @@ class Together:
             given: what they need for it.
         """
         dist.broadcast_object_list([what, given], src=self._first, group=self._group)
+
+    def weights(self) -> None:
+        """Has all put the weights together."""
+        self.tell("weights")
+
+    @contextmanager
+    def passing(self, *given: object) -> Iterator[None]:
+        """Around one run of the model, which all make."""
+        self.tell("run", *given)
+        yield
 
     def lead(self, harvest: Callable[[], Harvested]) -> Harvested:
         """Harvests, and tells the others how it went.
@@ -339,6 +351,63 @@ class Together:
 
 def _nothing(name: str, activation: Tensor) -> None:
     """The first process keeps what there is."""
+
+
+class InTurns:
+    """Harvests of processes that have rows of their own: each is whole, and the runs of all are made together.
+
+    Args:
+        bridge: of the model.
+    """
+
+    def __init__(self, bridge: TransformerBridge) -> None:
+        sharing = bridge.wiring.sharing
+        turns = None if sharing is None else sharing.turns(self._join)
+        assert turns is not None
+        self._bridge, self._turns = bridge, turns
+        #: The numbers of a run to the end, and of putting the weights together; one that stops at a layer is 1 + that.
+        self._whole, self._weights = bridge.cfg.n_layers + 2, bridge.cfg.n_layers + 3
+
+    def weights(self) -> None:
+        """Waits until all put the weights together."""
+        self._turns.take(self._weights)
+        self._turns.under_way = False
+
+    @contextmanager
+    def passing(
+        self, tokens: Tensor, mask: Tensor | None, points: Sequence[str], stop: int | None, arguments: dict[str, Any]
+    ) -> Iterator[None]:
+        """Around one run of the model, which all make."""
+        self._turns.take(self._whole if stop is None else 1 + stop)
+        yield
+        self._turns.under_way = False
+
+    def lead(self, harvest: Callable[[], Harvested]) -> Harvested:
+        """Harvests, and then takes part in the runs of the others, whatever came of it."""
+        try:
+            return harvest()
+        finally:
+            self._turns.end()
+
+    def _join(self, number: int) -> None:
+        if number == self._weights:
+            of_model(self._bridge)
+            return
+        tokens = torch.zeros((1, 1), dtype=torch.long)
+        stop = None if number == self._whole else number - 1
+        run(self._bridge, tokens, None, (), (), stop, model_arguments(self._bridge, ()), _nothing)
+
+
+def together_of(bridge: TransformerBridge) -> Together | InTurns | None:
+    """What a harvest does together with other processes; None where this one has all of the model, alone.
+
+    Args:
+        bridge: of the model.
+    """
+    sharing = bridge.wiring.sharing
+    if sharing is None:
+        return None
+    return InTurns(bridge) if sharing.group is None else Together(sharing.group)
 
 
 #: The columns of every row that say where it is from, and their types.
@@ -419,7 +488,11 @@ class RowMaker:
     """
 
     def __init__(
-        self, bridge: TransformerBridge, options: HarvestOptions, batch_size: int, together: Together | None = None
+        self,
+        bridge: TransformerBridge,
+        options: HarvestOptions,
+        batch_size: int,
+        together: Together | InTurns | None = None,
     ) -> None:
         self.bridge, self.options, self.batch_size, self._together = bridge, options, batch_size, together
         hooks = list(dict.fromkeys(bridge.names.find(name) for name in options.hook_points))
@@ -575,10 +648,9 @@ class RowMaker:
 
     def _forward(self, tokens: Tensor, mask: Tensor | None, hooks: Sequence[HookPoint], take: Take) -> None:
         """Runs the model, and with it the other processes that share it."""
-        if self._together is not None:
-            names = [hook.name for hook in hooks]
-            self._together.tell("run", tokens, mask, names, self._stop, self._arguments)
-        run(self.bridge, tokens, mask, hooks, self._interventions, self._stop, self._arguments, take)
+        given = tokens, mask, [hook.name for hook in hooks], self._stop, self._arguments
+        with nullcontext() if self._together is None else self._together.passing(*given):
+            run(self.bridge, tokens, mask, hooks, self._interventions, self._stop, self._arguments, take)
 
     def _columns(self, name: str, activation: Tensor, rows: ChosenRows) -> dict[str, Tensor]:
         if self._rows == "all" and name not in self._reduce:

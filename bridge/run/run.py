@@ -151,8 +151,9 @@ class PreparedPass:
         if listening:
             bridge.wiring.check_in_place()
         refuse_context_parallel()
+        check_alike = None
         if (sharing := bridge.wiring.sharing) is not None:
-            sharing.check_alike([asked.input, asked.attention_mask, asked.model_kwargs, start, self.stop])
+            check_alike = sharing.asked_alike([asked.input, asked.attention_mask, asked.model_kwargs, start, self.stop])
         self._pass = forward_pass(scope=self._scope)
         run = self.run = self._pass.run
         self._pass.__enter__()
@@ -170,6 +171,8 @@ class PreparedPass:
             self.inputs = prepare(bridge, asked)
             if listening or "inputs_embeds" in self.inputs.kwargs:
                 run.take_arguments(bridge.core, self.inputs.kwargs)
+            if check_alike is not None:
+                check_alike()
         except BaseException:
             self.__exit__()
             raise

@@ -83,7 +83,7 @@ class Wiring(AttachesListeners):
         super().__init__()
         self._model = Finder(model, "")
         self.points: dict[str, HookPoint] = {}
-        self.sharing = None if layout is None else Sharing(layout, self.points)
+        self.sharing = None if layout is None else Sharing(layout, self.points, model.get_submodule(core_path(model)))
         self.tapped: dict[str, str] = {}
         self.calls = CallCounter()
         self._sites: dict[Site, SiteHook] = {}

@@ -10,7 +10,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from adapters import verify
-from adapters.imports import known_error
+from adapters.imports import gptj_is_like_others, known_error
 from bridge import TransformerBridge
 
 SIZES = {
@@ -64,7 +64,7 @@ USUAL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "t5": ("T5ForConditionalGeneration", "T5Config", T5),
 }
 #: Transformers itself has no scaled-dot-product attention for these, and says so when one asks for it.
-EAGER_ONLY = ("gpt_neo", "gptj", "bloom", "gemma2-gqa")
+EAGER_ONLY = ("gpt_neo", *(() if gptj_is_like_others() else ("gptj",)), "bloom", "gemma2-gqa")
 
 #: What else their configurations allow: which of the usual ones it changes, and how.
 OTHER: dict[str, tuple[str, dict[str, Any]]] = {

@@ -203,10 +203,11 @@ def test_a_damaged_record_is_no_record(tmp_path):
     assert content(tmp_path / "a").keys() == content(tmp_path / "whole").keys()
 
 
+@pytest.mark.parametrize("form", ["arrow", "parquet"])
 @pytest.mark.parametrize("times", [100, pytest.param(1000, marks=pytest.mark.slow)])
-def test_damaged_files_never_give_another_number(tmp_path, times):
+def test_damaged_files_never_give_another_number(tmp_path, times, form):
     """The manifest and the shards: cut, flipped, with bytes between and without."""
-    harvest("embedded", TEXTS[:12], out=tmp_path / "a", **KW | {"hook_points": [RESID]})
+    harvest("embedded", TEXTS[:12], out=tmp_path / "a", format=form, **KW | {"hook_points": [RESID]})
     whole = content(tmp_path / "a")
     expected = [(name, tensor) for name, tensor in Activations(tmp_path / "a").read(range(-60, 60)).items()]
     rng, refused = random.Random(1), 0
@@ -286,11 +287,12 @@ def test_a_store_keeps_one_harvest_from_another(monkeypatch, tmp_path, embedded)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("where", ["here", "s3"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_fifty_kills_and_damages_in_a_store(server, tmp_path, monkeypatch):
+def test_fifty_kills_and_damages(where, request, tmp_path, monkeypatch):
     """Killed at random moments, and damaged in between: equal bytes in the end."""
     monkeypatch.setenv("TRANSFORMER_BRIDGE_CACHE", str(tmp_path / "kept"))
-    place = f"{server}/{uuid.uuid4().hex}"
+    place = str(tmp_path / "a") if where == "here" else f"{request.getfixturevalue('server')}/{uuid.uuid4().hex}"
     copies = 8
     harvest("embedded", TEXTS * copies, out=tmp_path / "whole", **KW)
     whole = {name: data for name, data in content(tmp_path / "whole").items() if name != "manifest.json"}
@@ -305,7 +307,7 @@ def test_fifty_kills_and_damages_in_a_store(server, tmp_path, monkeypatch):
             runner.stdin.flush()
             process = int(runner.stdout.readline())
             if turn < 50:
-                time.sleep(rng.uniform(0.5, 3))
+                time.sleep(rng.uniform(0.2, 1.5) if where == "here" else rng.uniform(0.5, 3))
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, 9)
             status = int(runner.stdout.readline())

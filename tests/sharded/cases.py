@@ -21,7 +21,7 @@ from adapters import verify
 from adapters.spread import DifferentEditsError, SpreadModelError
 from bridge import TransformerBridge
 from bridge.cache import ActivationCache
-from bridge.harvest import Activations, HarvestError, harvest
+from bridge.harvest import Activations, HarvestError, MixError, harvest
 from bridge.hooks.names import UnknownHookError
 from tests.sharded.built_on_points import ALL
 from tests.sharded.models import PLANS, TOKENS, difference, load
@@ -393,9 +393,13 @@ def what_was_found_by_hostile_probes(kind: str, folder: Path) -> None:
 
 
 def too_few_heads_are_refused(kind: str, folder: Path) -> None:
-    """A head of keys that would be cut."""
+    """Heads of keys that would be cut: transformers does not repeat them, and its own forward fails."""
     model = tensor_parallel(kind, folder)
-    with pytest.raises(SpreadModelError, match="3 heads of keys cannot be cut for 2 processes"):
+    size = dist.get_world_size()
+    with pytest.raises(RuntimeError, match=rf"shape '\[2, 7, -1, {model.config.head_dim}\]' is invalid"):
+        model(TOKENS)
+    heads = model.config.num_key_value_heads
+    with pytest.raises(SpreadModelError, match=f"{heads} heads of keys cannot be cut for {size} processes"):
         TransformerBridge(model)
 
 
@@ -511,18 +515,94 @@ def unequal_parts_are_refused(kind: str, folder: Path) -> None:
 
 
 def made_for_one_process(kind: str, folder: Path) -> None:
-    """Programs are refused; of processes that have rows of their own, batches of requests and harvests."""
-    ours = TransformerBridge(tensor_parallel(kind, folder))
-    with pytest.raises(ValueError, match="one process, and this one is tensor parallel over"):
-        ours.program(capture="blocks.0.attn.hook_z")
-    ours = TransformerBridge(_by_fsdp(kind, folder))
-    for call in (
-        lambda: list(ours.generate_batch([[5, 6, 7]], max_new_tokens=2)),
-        lambda: harvest(ours, TOKENS, hook_points=["hook_embed"], out=folder / "rows"),
-    ):
-        with pytest.raises(ValueError, match="one process, and this one is parameters sharded by FSDP2"):
-            call()
-    assert not (folder / "rows").exists()
+    """Programs are refused."""
+    for model in (tensor_parallel(kind, folder), _by_fsdp(kind, folder)):
+        ours = TransformerBridge(model)
+        with pytest.raises(ValueError, match="a program is for models in one process, and this one is"):
+            ours.program(capture="blocks.0.attn.hook_z")
+
+
+def _of_its_own(kind: str, folder: Path) -> list[TransformerBridge]:
+    return [
+        TransformerBridge(each.eval()) for each in (_by_fsdp(kind, folder), DistributedDataParallel(load(kind, folder)))
+    ]
+
+
+def harvested_by_each(kind: str, folder: Path) -> None:
+    """FSDP2 and DDP: each process harvests its own rows, however many, as deep as it likes, and some fail."""
+    rank, plain = dist.get_rank(), TransformerBridge(load(kind, folder))
+    mine = [[3 + rank, *range(5, 5 + n)] for n in ((4, 7, 3), (9, 2, 8, 5, 6, 4, 3), (), (6,))[rank]]
+    how: dict[str, Any] = {
+        "context_size": 5, "dtype": "float32", "tokens_per_shard": 10, "batch_size": 1 + rank, "pack": False,
+        "interventions": [("blocks.0.attn.hook_q", _halved)],
+        "hook_points": ["blocks.0.hook_resid_post" if rank else "blocks.1.attn.hook_pattern", "blocks.0.attn.hook_z"],
+    }  # fmt: skip
+    for number, ours in enumerate(_of_its_own(kind, folder)):
+        out, alone = folder / f"by_each_{number}_{rank}", folder / f"by_each_alone_{number}_{rank}"
+        if not mine:
+            with pytest.raises(HarvestError, match="has no tokens"):
+                harvest(ours, mine, out=out, **how)
+        else:
+            assert harvest(ours, mine, out=out, **how).rows == sum(map(len, mine))
+            harvest(plain, mine, out=alone, **how)
+            rows, wanted = Activations(out)[:], Activations(alone)[:]
+            assert list(rows) == list(wanted)
+            assert all(difference(rows[name].double(), wanted[name].double()) < CLOSE for name in wanted)
+        dist.barrier()
+        if rank == 1:  # one goes on with what was lost, another refuses, the first has nothing left to do
+            next(iter(out.glob("shard-*"))).unlink()
+        if mine:
+            assert harvest(ours, mine, out=out, **how).made == (rank == 1)
+        else:
+            with pytest.raises(HarvestError):
+                harvest(ours, mine, out=out, **how)
+        once = how | {"hook_points": ["hook_embed"], "interventions": ()}
+        if rank == 0:
+            with pytest.raises(MixError):
+                harvest(ours, [[5, 6, 7]], out=out, **once)
+        else:
+            harvest(ours, [[5, 6, 7]], out=folder / f"by_each_more_{number}_{rank}", **once)
+        said: list[Any] = [None] * dist.get_world_size()
+        try:  # all into one folder
+            mine_said: object = harvest(ours, [[5, 6, 7]], out=folder / f"by_each_one_{number}", **once).made
+        except HarvestError as error:
+            mine_said = str(error)[:29]
+        dist.all_gather_object(said, mine_said)
+        assert sorted(map(str, said)) == ["1", *["another process is harvesting"] * (len(said) - 1)], said
+        assert difference(ours(TOKENS[:1]), plain(TOKENS[:1])) < CLOSE
+
+
+def requests_of_each(kind: str, folder: Path) -> None:
+    """FSDP2 and DDP: each process has requests of its own, of other numbers and lengths; one has none, one bad ones."""
+    rank, plain = dist.get_rank(), TransformerBridge(load(kind, folder))
+    prompts = ([[5, 6, 7], [8, 9, 10, 11, 12, 13], [17]], [[9, 8]], [], [[500]])[rank]
+    each = [[("blocks.0.attn.hook_z", _halved)] if index % 2 else [] for index in range(len(prompts))]
+    how: dict[str, Any] = {
+        "capture": ["blocks.0.attn.hook_z", "blocks.1.attn.hook_pattern"], "do_sample": False, "verbose": False,
+        "stop_at_eos": False, "output_logits": True,
+    }  # fmt: skip
+    for ours in _of_its_own(kind, folder):
+        for new in (3 + rank, 2):
+            found = []
+            for bridge in (ours, plain):
+                answers = bridge.generate_batch(prompts, new, each=each, **how)
+                found.append(sorted(answers, key=lambda answer: answer.index))
+            assert len(found[0]) == len(prompts)
+            for mine, theirs in zip(*found, strict=True):
+                assert (mine.error is None) == (theirs.error is None) == (rank < 3)
+                assert torch.equal(mine.tokens, theirs.tokens)
+                if mine.error is None:
+                    assert difference(mine.logits, theirs.logits) < CLOSE
+                    for point in how["capture"]:
+                        assert difference(mine.cache[point], theirs.cache[point]) < CLOSE, point
+
+        def fails(x: torch.Tensor, hook: object) -> None:
+            if rank == 0:
+                raise KeyError("mine")
+
+        (answer,) = ours.generate_batch([[5, 6]], 2, interventions=[("blocks.0.attn.hook_z", fails)], **how)
+        assert isinstance(answer.error, KeyError) if rank == 0 else answer.error is None
+        assert difference(ours(TOKENS[:1]), plain(TOKENS[:1])) < CLOSE
 
 
 def harvested(kind: str, folder: Path) -> None:
@@ -621,12 +701,26 @@ def copied(kind: str, folder: Path) -> None:
 
 
 def adapters_of_peft_are_refused(kind: str, folder: Path) -> None:
-    """An adapter of PEFT over layers that are cut is refused by name, whichever layers it is on."""
+    """An adapter of PEFT over layers that are cut is refused by name, on whichever layers, before or behind the wrap.
+
+    PEFT takes what a process has for the whole layer: it ran with another delta on each, unsaid.
+    """
     peft = pytest.importorskip("peft")
     for layers in (["q_proj", "v_proj"], ["down_proj"]):
-        adapted = peft.get_peft_model(tensor_parallel(kind, folder), peft.LoraConfig(r=4, target_modules=layers))
-        with pytest.raises(SpreadModelError, match=rf"{layers[0]} has an adapter of PEFT .*merge_and_unload"):
-            TransformerBridge(adapted)
+        how = peft.LoraConfig(r=4, target_modules=layers)
+        refused = pytest.raises(SpreadModelError, match=rf"{layers[0]} has an adapter of PEFT .*merge_and_unload")
+        with refused:
+            TransformerBridge(peft.get_peft_model(tensor_parallel(kind, folder), how))
+        for attach in (lambda model: peft.get_peft_model(model, how), lambda model: model.add_adapter(how)):  # noqa: B023
+            model = tensor_parallel(kind, folder)
+            ours = TransformerBridge(model)
+            attach(model)
+            with refused:
+                ours(TOKENS)
+            with refused:
+                ours.generate(TOKENS, max_new_tokens=1, verbose=False)
+            with refused, ours.hooks(fwd_hooks=[("blocks.0.attn.hook_z", _halved)]):
+                model(TOKENS)
 
 
 def rows_of_its_own(kind: str, folder: Path) -> None:

@@ -73,13 +73,33 @@ OF_FOUR = {
     f"{kind}_of_four": (KINDS[kind][0], {**KINDS[kind][1], "num_key_value_heads": 4})
     for kind in ("llama", "gemma2", "qwen3_moe", "qwen3_moe_by_expert")
 }
+_HALF_ROTATED = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+_EIGHT = {"num_attention_heads": 8, "num_key_value_heads": 8}
+_EXPERTS = {"moe_intermediate_size": 32, **_MIXTURE}
+#: For eight processes. Of the last five transformers gives every process all heads: four of keys are enough for eight.
+OF_EIGHT: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama_of_eight": ("Llama", _EIGHT),
+    "qwen2_of_eight": ("Qwen2", _EIGHT),
+    "mistral_of_eight": ("Mistral", {**_EIGHT, "sliding_window": 4}),
+    "gemma2_of_eight": ("Gemma2", {**KINDS["gemma2"][1], **_EIGHT}),
+    "qwen3_moe_by_expert_of_eight": ("Qwen3Moe", {**_EIGHT, "head_dim": 16, "num_experts": 8, **_EXPERTS}),
+    **{
+        f"{kind}_of_four_keys": (name, {**_EIGHT, "num_key_value_heads": 4, **own})
+        for kind, name, own in (
+            ("olmo2", "Olmo2", {}), ("olmo3", "Olmo3", {"sliding_window": 4}), ("phi3", "Phi3", {}),
+            ("flex_olmo", "FlexOlmo", {"num_experts": 4, **_MIXTURE}),
+            ("minimax_m2", "MiniMaxM2", {"head_dim": 16, "num_local_experts": 4, **_HALF_ROTATED, **_MIXTURE}),
+        )
+    },
+    "llama_of_four_keys": ("Llama", {**_EIGHT, "num_key_value_heads": 4}),
+}  # fmt: skip
 
 TOKENS = torch.randint(3, 128, (2, 7), generator=torch.Generator().manual_seed(1))
 
 
 def save(kind: str, folder: Path) -> None:
     """Saves a model whose weights are random everywhere."""
-    name, own = (KINDS | OF_FOUR)[kind]
+    name, own = (KINDS | OF_FOUR | OF_EIGHT)[kind]
     config_class = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config_class(**_SIZES | own))
@@ -91,7 +111,7 @@ def save(kind: str, folder: Path) -> None:
 
 def load(kind: str, folder: Path, dtype: torch.dtype = torch.float64, **how: Any) -> PreTrainedModel:
     """Loads one, whole or spread over processes; in float64, for sums of parts come in another order."""
-    own = (KINDS | OF_FOUR)[kind][1]
+    own = (KINDS | OF_FOUR | OF_EIGHT)[kind][1]
     attention = own.get("attn_implementation", "sdpa")
     if "num_experts_per_tok" in own:
         how["experts_implementation"] = "batched_mm"  # that of grouped products knows no float64

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.sharded.cases import ENDS
-from tests.sharded.models import KINDS, OF_FOUR
+from tests.sharded.models import KINDS, OF_EIGHT, OF_FOUR
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 #: What is tried of every family.
@@ -50,6 +50,8 @@ CASES = (
     "declared_in_one_process:llama",
     "made_for_one_process:llama",
     "rows_of_its_own:llama",
+    "harvested_by_each:llama",
+    "requests_of_each:llama",
     "copied:llama",
     "adapters_of_peft_are_refused:llama",
 )
@@ -59,6 +61,7 @@ MORE = (
     "harvested:mixtral_by_expert",
     "many_requests:qwen3_moe_by_expert",
     "context_parallel_is_refused:llama",
+    "requests_of_each:qwen3_moe",
     *(f"rows_of_its_own:{kind}" for kind in ("mixtral", "gemma2", "qwen3", "gpt2")),
     *(f"processed_by_fsdp:{kind}" for kind in ("gpt2", "gemma2")),
     *(f"no_place_under_fsdp:{kind}" for kind in ("llama_tied", "qwen2")),
@@ -73,7 +76,7 @@ def run(folder: Path, cases: tuple[str, ...], processes: int, on: str = "gloo") 
         environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(
         [*command, "-m", "tests.sharded.worker", str(folder), *cases],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     results = folder / "results.json"
     found: dict[str, str] = json.loads(results.read_text()) if results.exists() else {}
@@ -140,5 +143,17 @@ def test_one_process_alone_ends_the_run(case: str, tmp_path: Path):
 @pytest.mark.parametrize("kind", OF_FOUR)
 def test_over_four_processes(kind: str, tmp_path: Path):
     cases = [f"{case}:{kind}" for case in OF_EACH]
+    if kind == "llama_of_four":
+        cases += [f"harvested_by_each:{kind}", f"requests_of_each:{kind}"]
     wrong = {case: found for case, found in run(tmp_path, tuple(cases), 4).items() if found}
+    assert not wrong, wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OF_EIGHT)
+def test_over_eight_processes(kind: str, tmp_path: Path):
+    cases = ("every_activation", "every_edit") if kind != "llama_of_four_keys" else ("too_few_heads_are_refused",)
+    wrong = {
+        case: found for case, found in run(tmp_path, tuple(f"{case}:{kind}" for case in cases), 8).items() if found
+    }
     assert not wrong, wrong

@@ -24,32 +24,49 @@ from tests.sharded import cases, models
 WRONG = (pytest.fail.Exception, AssertionError, LookupError, TypeError, ValueError, RuntimeError, AttributeError)
 
 
-def main(folder: Path, names: list[str]) -> None:
-    """Runs cases, each named ``case:kind``."""
+def begin(on: str) -> None:
+    """Joins the processes that torchrun started.
+
+    Args:
+        on: ``"nccl"``, each on a GPU of its own, or ``"gloo"``.
+    """
     torch.set_num_threads(1)
     logging.set_verbosity_error()
-    if os.environ.get("SHARDED_ON") == "nccl":
+    if on == "nccl":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl", timeout=timedelta(seconds=60))
-    else:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    for kind in sorted({name.partition(":")[2] for name in names}):
-        if dist.get_rank() == 0 and not (folder / kind).exists():
-            models.save(kind, folder)
+    dist.init_process_group(on, timeout=timedelta(seconds=60))
+
+
+def wrong_in(name: str, folder: Path) -> str:
+    """What goes wrong in a case on any process; "" where nothing does. All have to ask.
+
+    Args:
+        name: ``case:kind``.
+        folder: where models are saved, which all see.
+    """
+    case, _, kind = name.partition(":")
+    if dist.get_rank() == 0 and not (folder / kind).exists():
+        models.save(kind, folder)
     dist.barrier()
+    if case in cases.ENDS:
+        getattr(cases, case)(kind, folder)
+    try:
+        getattr(cases, case)(kind, folder)
+        wrong = ""
+    except WRONG:  # it is the result, and the next case runs
+        wrong = traceback.format_exc()
+        print(wrong, file=sys.stderr)  # where another process waits for this one, nothing else is seen of it
+    all_wrong: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(all_wrong, wrong)
+    return "\n".join(f"process {rank}: {each}" for rank, each in enumerate(all_wrong) if each)
+
+
+def main(folder: Path, names: list[str]) -> None:
+    """Runs cases, each named ``case:kind``."""
+    begin(os.environ.get("SHARDED_ON", "gloo"))
     results = {}
     for name in names:
-        case, _, kind = name.partition(":")
-        if case in cases.ENDS:
-            getattr(cases, case)(kind, folder)
-        try:
-            getattr(cases, case)(kind, folder)
-            wrong = ""
-        except WRONG:  # it is the result, and the next case runs
-            wrong = traceback.format_exc()
-        all_wrong: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(all_wrong, wrong)
-        results[name] = "\n".join(f"process {rank}: {each}" for rank, each in enumerate(all_wrong) if each)
+        results[name] = wrong_in(name, folder)
         if dist.get_rank() == 0:
             (folder / "results.json").write_text(json.dumps(results))
     dist.destroy_process_group()
