@@ -18,17 +18,17 @@ test: $(STAMP)
 real: $(REAL)/.fetched
 	$(BIN)/python -m pytest tests/real tests/examples -m real
 
-# Kills a harvest at twenty random moments, and other tests that take minutes: with Ray, a server of S3's protocol, torch's
-# compiler.
+# Kills a harvest at fifty random moments, reads a thousand damaged files of each kind, and other tests that take minutes: with
+# Ray, a server of S3's protocol, torch's compiler.
 slow: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[ray]' s3fs 'moto[server,s3]' webdataset
-	UNCHECKED=1 $(BIN)/python -m pytest tests/harvest -m slow
+	UNCHECKED=1 $(BIN)/python -m pytest tests/harvest tests/loading -m slow
 	UNCHECKED=1 $(BIN)/python -m pytest tests/harvest/test_ray.py
 	UNCHECKED=1 $(BIN)/python -m pytest -n 0 -m slow tests/programs/compiled.py
 	UNCHECKED=1 $(BIN)/python -m pytest -m slow tests/adapters
 	UNCHECKED=1 $(BIN)/python -m pytest -m slow tests/generation
 
-# Models over two and four processes against one, family by family, and what it costs to look into them: ten minutes.
+# Models over two, four and eight processes against one, family by family, and what it costs to look into them: half an hour.
 sharded: $(STAMP)
 	$(BIN)/python -m pytest -n 0 -m slow tests/sharded
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/torchrun --nproc-per-node 2 benchmarks/sharded.py

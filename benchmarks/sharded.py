@@ -76,7 +76,9 @@ def ratios(rounds: int = ROUNDS) -> dict[str, float]:
             "num_attention_heads": 8,
             "intermediate_size": 1408,
         }
-        LlamaForCausalLM(LlamaConfig(vocab_size=2048, num_key_value_heads=8, **sizes)).save_pretrained(folder[0])
+        LlamaForCausalLM(
+            LlamaConfig(vocab_size=2048, num_key_value_heads=max(4, dist.get_world_size()), **sizes)
+        ).save_pretrained(folder[0])
     dist.barrier()
     order = random.Random(0)
     bridge = TransformerBridge(_load(Path(folder[0])))

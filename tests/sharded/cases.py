@@ -38,7 +38,7 @@ REFUSED_ANYWAY = ("deepseek_v2", "deepseek_v3", "minicpm3", "granite_swa")
 #: Kinds without an adapter.
 INFERRED = ("nanochat", "phimoe")
 #: Cases whose error ends the process, and torchrun the others.
-ENDS = ("alone_in_a_trace", "alone_in_a_direct_call")
+ENDS = ("alone_in_a_trace", "alone_in_a_direct_call", "breaks_off_in_a_harvest")
 
 
 def tensor_parallel(kind: str, folder: Path, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
@@ -570,6 +570,19 @@ def harvested_by_each(kind: str, folder: Path) -> None:
         dist.all_gather_object(said, mine_said)
         assert sorted(map(str, said)) == ["1", *["another process is harvesting"] * (len(said) - 1)], said
         assert difference(ours(TOKENS[:1]), plain(TOKENS[:1])) < CLOSE
+
+
+def breaks_off_in_a_harvest(kind: str, folder: Path) -> None:
+    """A function that fails in a pass of one process: this one says so and ends, and torchrun ends the others."""
+    ours, rank = TransformerBridge(_by_fsdp(kind, folder).eval()), dist.get_rank()
+
+    def fails(x: torch.Tensor, hook: object) -> None:
+        if rank == 0:
+            raise KeyError("mine")
+
+    edits: list[Any] = [("blocks.0.attn.hook_q", fails)]
+    points = ["blocks.1.hook_resid_post"]
+    harvest(ours, TOKENS, hook_points=points, interventions=edits, out=folder / f"broken_{rank}", context_size=5)
 
 
 def requests_of_each(kind: str, folder: Path) -> None:

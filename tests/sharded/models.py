@@ -75,14 +75,16 @@ OF_FOUR = {
 }
 _HALF_ROTATED = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
 _EIGHT = {"num_attention_heads": 8, "num_key_value_heads": 8}
-_EXPERTS = {"moe_intermediate_size": 32, **_MIXTURE}
 #: For eight processes. Of the last five transformers gives every process all heads: four of keys are enough for eight.
 OF_EIGHT: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_of_eight": ("Llama", _EIGHT),
     "qwen2_of_eight": ("Qwen2", _EIGHT),
     "mistral_of_eight": ("Mistral", {**_EIGHT, "sliding_window": 4}),
     "gemma2_of_eight": ("Gemma2", {**KINDS["gemma2"][1], **_EIGHT}),
-    "qwen3_moe_by_expert_of_eight": ("Qwen3Moe", {**_EIGHT, "head_dim": 16, "num_experts": 8, **_EXPERTS}),
+    "qwen3_moe_by_expert_of_eight": (
+        "Qwen3Moe",
+        {**_EIGHT, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 32},
+    ),
     **{
         f"{kind}_of_four_keys": (name, {**_EIGHT, "num_key_value_heads": 4, **own})
         for kind, name, own in (

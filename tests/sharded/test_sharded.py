@@ -135,8 +135,30 @@ def test_commands_print_what_they_do_in_one_process(command: list[str]):
 def test_one_process_alone_ends_the_run(case: str, tmp_path: Path):
     began = time.monotonic()
     (said,) = run(tmp_path, (f"{case}:llama",), 2).values()
-    assert "DifferentEditsError" in said and "did not come there in 2 seconds" in said
+    words = ("KeyError: 'mine'",) if "breaks" in case else ("DifferentEditsError", "did not come there in 2 seconds")
+    assert all(word in said for word in words), said
     assert time.monotonic() - began < 60  # where they begin and load, too
+
+
+@pytest.mark.slow
+def test_the_check_for_gpus():
+    """It prints what is right, without GPUs as well; where there are none it says so."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = [
+        subprocess.run(
+            [*command, "tools.nccl_check", *more],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        for more in (["--on", "gloo", "--only", "generation,traced"], [])
+    ]
+    assert done[0].returncode == 0 and "3 of 3 are right" in done[0].stdout, done[0].stderr
+    assert "nobody listens" in done[0].stdout and "2 processes by gloo" in done[0].stdout
+    assert done[1].returncode and "there is no GPU that torch can use here" in done[1].stderr
 
 
 @pytest.mark.slow
