@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import torch
@@ -29,6 +30,9 @@ _LINEAR_BEHIND = (
 )  # fmt: skip
 
 
+Kind = Literal["feature", "error", "token", "constant", "dropped", "logit"]
+
+
 @dataclass(frozen=True)
 class Node:
     """A feature, an error, a token or a logit in an attribution graph.
@@ -36,14 +40,15 @@ class Node:
     Attributes:
         kind: ``feature``; ``error``, what no basis explains of what stands at `point`; ``token``, what begins the
             stream; ``constant``, what decoders write at `point` where no feature is active, or at the point ``biases``
-            all that no other node sends; ``logit``, less the mean of all logits.
+            all that no other node sends; ``dropped``, all nodes together that a limit left out; ``logit``, less the
+            mean of all logits.
         point: the hook point that it stands on.
         pos: its position.
         index: the feature, or the token of a logit; 0 for other nodes.
         head: of features of each head, whose.
     """
 
-    kind: Literal["feature", "error", "token", "constant", "logit"]
+    kind: Kind
     point: str
     pos: int
     index: int = 0
@@ -61,18 +66,21 @@ class AttributionGraph:
     """What every node sends directly to every other one, in one run.
 
     Attributes:
-        nodes: features, then errors, tokens, constants and logits.
+        nodes: features, then errors, tokens, constants, what a limit dropped, and logits.
         adjacency: ``[receiver, sender]``: how much of the receiver's value (of a logit less the mean of all) comes
             straight from the sender, past no other node. The row of a feature or a logit adds up to its value.
         values: ``[node]``: features and logits as they are in the run; of errors, tokens and constants the length of
-            the vector, and 0 for ``biases``, which is none.
+            the vector, and 0 for ``biases`` and ``dropped``, which are none.
         probabilities: of the logits' tokens.
+        received: ``[node]``: of features and logits the sizes of all that they get, added up, constants aside and
+            dropped nodes one by one; otherwise 0. Influence is counted in shares of it.
     """
 
     nodes: tuple[Node, ...]
     adjacency: Float[Tensor, "node node"]
     values: Float[Tensor, " node"]
     probabilities: Float[Tensor, " logit"]
+    received: Float[Tensor, " node"]
     _at: dict[Node, int] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -88,32 +96,38 @@ class AttributionGraph:
         sender, receiver = edge
         return float(self.adjacency[self._at[receiver], self._at[sender]])
 
+    def _of(self, *kinds: Kind) -> list[int]:
+        return [i for i, node in enumerate(self.nodes) if node.kind in kinds]
+
     def _shares(self) -> Float[Tensor, "node node"]:
         """Each edge's share of the sizes of all that its receiver gets, constants aside: they explain nothing."""
         sizes = self.adjacency.abs()
-        sizes[:, [i for i, node in enumerate(self.nodes) if node.kind == "constant"]] = 0
-        return sizes / sizes.sum(1, keepdim=True).clamp(min=1e-10)
+        sizes[:, self._of("constant", "dropped")] = 0
+        for dropped in self._of("dropped"):  # one by one they are larger than their sum
+            sizes[:, dropped] = (self.received - sizes.sum(1)).clamp(min=0)
+        return sizes / self.received[:, None].clamp(min=1e-10)
 
     def influence(self) -> Float[Tensor, " node"]:
         """How much of the logits goes through each node, directly or not.
 
         Edges are taken as shares of the sizes of all that a node receives, and followed to the logits, which count by
-        their probabilities (Ameisen et al. 2025, "Circuit Tracing").
+        their probabilities (Ameisen et al. 2025, "Circuit Tracing"). What ``dropped`` has is what a limit lost: the
+        ways to the logits that begin at a node that was left out.
 
         Example:
             See `attribution_graph`.
         """
         shares = self._shares().double()
         weights = shares.new_zeros(len(self.nodes))
-        weights[len(self.nodes) - len(self.probabilities) :] = self.probabilities.double()
-        # Edges go forward alone: w @ (shares + shares^2 + ...) ends.
-        whole = torch.linalg.solve(
-            torch.eye(len(weights), dtype=shares.dtype, device=shares.device) - shares.T, weights
-        )
-        return (whole - weights).to(self.adjacency.dtype)
+        weights[self._of("logit")] = self.probabilities.double()
+        whole = torch.zeros_like(weights)
+        while weights.any():  # edges go forward alone, so every way ends
+            weights = weights @ shares
+            whole += weights
+        return whole.to(self.adjacency.dtype)
 
     def largest(self, n: int) -> list[tuple[str, str, float]]:
-        """The edges with the most influence, as `bridge.pictures.circuit` takes them.
+        """The edges with the most influence, as `bridge.pictures.circuit` takes them; none is of what was dropped.
 
         Args:
             n: how many.
@@ -123,9 +137,11 @@ class AttributionGraph:
         """
         check_positive("n", n)
         weights = self.influence()
-        weights[len(self.nodes) - len(self.probabilities) :] = self.probabilities
-        n = min(n, int(self.adjacency.count_nonzero()))
-        found = (self._shares() * weights[:, None]).flatten().topk(n)
+        weights[self._of("logit")] = self.probabilities
+        sizes = self._shares() * weights[:, None]
+        sizes[:, self._of("dropped")] = 0
+        n = min(n, int(sizes.count_nonzero()))
+        found = sizes.flatten().topk(n)
         pairs = [divmod(int(at), len(self.nodes)) for at in found.indices]
         return [(str(self.nodes[j]), str(self.nodes[i]), float(self.adjacency[i, j])) for i, j in pairs]
 
@@ -182,6 +198,7 @@ def attribution_graph(
     *,
     logits: Int[Tensor, " logit"] | int = 3,
     without_positions: Sequence[int] = (),
+    limit: int | None = None,
     together: int = 64,
     **model_kwargs: Any,
 ) -> AttributionGraph:
@@ -200,6 +217,11 @@ def attribution_graph(
     MLP's derivative in this run: what enters such a feature is what a small change does, and does not add up. What it
     sends is exact. Such a feature gets nothing from ``biases``.
 
+    Where there are more nodes than `limit`, those with the most influence are kept, found from the logits backwards: a
+    feature's senders are looked at once it is among the most influential itself. Edges between kept nodes are those of
+    the whole graph; what a node gets from all others comes from the one node ``dropped``, whose influence is what was
+    lost. Memory grows with the kept nodes, not with the features that are active.
+
     Args:
         bridge: the bridge, in evaluation mode.
         tokens: one prompt, ``[1, pos]``, or what a processor gives.
@@ -208,15 +230,17 @@ def attribution_graph(
         logits: the tokens whose logits, at the last position, are nodes; or how many of the likeliest.
         without_positions: positions at which features and errors are no nodes (the first, as a rule, where features
             mean little). They still do what they did in the run.
-        together: how many rows are computed at once.
+        limit: how many features, errors and tokens are nodes; None: all.
+        together: how many rows are computed at once, or fewer where their gradients would take over 1 GiB.
         model_kwargs: what else the model takes with it, such as ``pixel_values=``.
 
     Returns:
         The graph.
 
     Raises:
-        ValueError: a point that is in no basis, or in one of something else inside a part; training mode; a model that
-            is not linear where patterns, factors and MLPs are held (a state space, a gate); nothing to attribute.
+        ValueError: a point that is in no basis, or in one of something else inside a part; training mode; no node or
+            no row asked for; a model that is not linear where patterns, factors and MLPs are held (a state space, a
+            gate); nothing to attribute.
 
     Example:
         >>> import torch
@@ -238,6 +262,9 @@ def attribution_graph(
         Picture('Attribution graph')
     """
     refuse_training(bridge)
+    check_positive("together", together)
+    if limit is not None:
+        check_positive("limit", limit)
     bases = _checked_bases(bridge, points)
     prompt = prompts_with(bridge, tokens, model_kwargs)
     length = prompt["input_ids"].shape[1]
@@ -249,7 +276,8 @@ def attribution_graph(
     chosen = shares.topk(logits).indices if isinstance(logits, int) else logits.to(shares.device)
     with bridge.linearised(prompt), torch.enable_grad():
         _refuse_what_is_not_linear(bridge, prompt)
-        return _ReplacementRun(bridge, prompt, bases, kept).graph(chosen, shares[chosen], together)
+        run = _ReplacementRun(bridge, prompt, bases, kept, chosen, shares[chosen], together)
+        return run.graph(limit)
 
 
 def _checked_bases(bridge: TransformerBridge, points: Sequence[str]) -> list[HookPoint]:
@@ -311,13 +339,71 @@ def _refuse_what_is_not_linear(bridge: TransformerBridge, prompt: dict[str, Any]
             )
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class _Source:
-    """What sends: a tensor that the run's later parts are functions of, and its entries that are nodes."""
+    """What sends: a tensor that the run's later parts are functions of, and its entries that are nodes.
 
-    nodes: list[Node]
+    Attributes:
+        kind, point: of the nodes.
+        leaf: the tensor, ``[1, pos, ...]``.
+        entries: for each node its indices: of a feature position, head if there are any, and feature; else a position.
+        target: of features: what the leaf is a copy of, with its graph.
+    """
+
+    kind: Kind
+    point: str
     leaf: Tensor
-    entries: Tensor  # for each node the indices of its entries, of features; of errors and tokens the positions
+    entries: Int[Tensor, "node axis"]
+    target: Tensor | None = None
+
+    def nodes(self, which: Tensor) -> list[Node]:
+        """Some of the nodes, by index."""
+        found = self.entries[which].tolist()
+        if self.kind != "feature":
+            return [Node(self.kind, self.point, pos) for (pos,) in found]
+        return [Node("feature", self.point, at[0], at[-1], *at[1:-1]) for at in found]
+
+    def at(self, tensor: Tensor, which: Tensor) -> Tensor:
+        """The entries of some of the nodes, of a tensor like the leaf."""
+        return tensor[0][self.entries[which].unbind(1)]
+
+    def sizes(self, which: Tensor) -> Float[Tensor, " node"]:
+        """The values of features; of other nodes the lengths of their vectors."""
+        stands = self.at(self.leaf.detach(), which)
+        return stands if self.kind == "feature" else stands.flatten(1).norm(dim=-1)
+
+    def sent(self, gradient: Tensor | None, rows: int) -> Float[Tensor, "row node"]:
+        """What the nodes send to each of the receivers whose gradients these are."""
+        if gradient is None:
+            return self.leaf.new_zeros(rows, len(self.entries))
+        where: tuple[slice | Tensor, ...] = (slice(None), *self.entries.unbind(1))
+        found = (gradient[:, 0] * self.leaf.detach()[0])[where]
+        return found if found.ndim == 2 else found.flatten(2).sum(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Receivers:
+    """Features of one source, or logits.
+
+    Attributes:
+        before: how many sources were made before them.
+        which: the receivers, by index.
+        of: the values of some of them, with their graph.
+        linear: whether they are linear in what is sent: no MLP's inside is between.
+    """
+
+    before: int
+    which: Int[Tensor, " receiver"]
+    of: Callable[[Tensor], Tensor]
+    linear: bool
+
+
+#: In which order the nodes of a graph stand.
+_ORDER = ("feature", "error", "token", "constant")
+#: How much memory the gradients of the rows that are computed at once may take.
+_BYTES = 2**30
+#: How many entries of a row are followed where nodes are ranked.
+_FOLLOWED = 1024
 
 
 class _ReplacementRun:
@@ -328,17 +414,28 @@ class _ReplacementRun:
         prompt: the tokens, ``[1, pos]``, and what else the model is given with them.
         bases: the hook points in a basis.
         kept: the positions at which features and errors are nodes.
+        tokens: whose logits are nodes.
+        probabilities: theirs.
+        together: how many rows are computed at once.
+
+    Attributes:
+        sources: in the order of the computation: what a source is made of stands before it.
+        logits: of the tokens, less the mean of all, as receivers.
     """
 
     def __init__(
-        self, bridge: TransformerBridge, prompt: dict[str, Any], bases: Sequence[HookPoint], kept: Tensor
+        self,
+        bridge: TransformerBridge,
+        prompt: dict[str, Any],
+        bases: Sequence[HookPoint],
+        kept: Tensor,
+        tokens: Tensor,
+        probabilities: Tensor,
+        together: int,
     ) -> None:
-        self.bridge, self.kept = bridge, kept
-        self.features: list[_Source] = []
-        self.errors: list[_Source] = []
-        self.tokens: list[_Source] = []
-        self.constants: list[_Source] = []
-        self.targets: list[Tensor] = []
+        self.bridge, self.kept, self.together = bridge, kept, together
+        self.tokens, self.probabilities = tokens, probabilities
+        self.sources: list[_Source] = []
         self._read: dict[str, Tensor] = {}
         self._leaves: dict[str, Tensor] = {}
         by_point = {hook.name.rpartition(".")[0]: hook for hook in bases}
@@ -351,14 +448,17 @@ class _ReplacementRun:
         for name in dict.fromkeys([*by_point, *later, *mlps]):
             hooks.append((name, self._replace(by_point.get(name), written_later(name, bases, bridge.hook_dict))))
         made = _uncapped(bridge, bridge.run_with_hooks(prompt, fwd_hooks=hooks)[0, -1].float())
-        self.logits = made - made.mean()
+        ends = (made - made.mean())[tokens]
+        self.logits = _Receivers(len(self.sources), torch.arange(len(tokens)), lambda some: ends[some], True)
+
+    def _send(self, kind: Kind, point: str, value: Tensor, entries: Tensor, target: Tensor | None = None) -> Tensor:
+        """Makes a source of a value, and returns what stands for it in the rest of the run."""
+        leaf = value.detach().requires_grad_()
+        self.sources.append(_Source(kind, point, leaf, entries, target))
+        return leaf
 
     def _begin(self, act: Tensor, hook: HookPoint) -> Tensor:
-        leaf = act.detach().requires_grad_()
-        positions = torch.arange(act.shape[1], device=act.device)
-        nodes = [Node("token", hook.name, int(pos)) for pos in positions]
-        self.tokens.append(_Source(nodes, leaf, positions))
-        return leaf
+        return self._send("token", hook.name, act, torch.arange(act.shape[1], device=act.device)[:, None])
 
     def _keep(self, act: Tensor, hook: HookPoint) -> None:
         self._read[hook.name] = act
@@ -382,89 +482,143 @@ class _ReplacementRun:
                 assert isinstance(view, InBasis)
                 read = self._read[view.reads[0]] if view.reads else act
                 found = dense(view.encode(read))
-                leaf = found.detach().requires_grad_()
-                entries = (leaf[0] * self.kept.view(-1, *[1] * (leaf.ndim - 2))).nonzero()
-                nodes = [Node("feature", basis.name, at[0], at[-1], *at[1:-1]) for at in entries.tolist()]
-                self.features.append(_Source(nodes, leaf, entries))
-                self.targets.append(found)
-                self._leaves[basis.name] = leaf
+                entries = (found.detach()[0] * self.kept.view(-1, *[1] * (found.ndim - 2))).nonzero()
+                leaf = self._leaves[basis.name] = self._send("feature", basis.name, found, entries, found)
                 made = made + view.decoded(leaf, act)
                 constant = constant + view.decoded(torch.zeros_like(leaf), act)
                 if view.skip is not None:
                     made = made + view.skip(read)
-            positions = self.kept.nonzero().flatten()
-
-            def source(kind: Literal["error", "constant"], value: Tensor) -> _Source:
-                nodes = [Node(kind, hook.name, int(pos)) for pos in positions]
-                return _Source(nodes, value.detach().requires_grad_(), positions)
-
-            self.errors.append(source("error", act - made))
+            positions = self.kept.nonzero()
+            error = self._send("error", hook.name, act - made, positions)
             if constant.any():
-                self.constants.append(source("constant", constant))
-                made = made - constant.detach() + self.constants[-1].leaf
-            return self.errors[-1].leaf + made
+                made = made - constant.detach() + self._send("constant", hook.name, constant, positions)
+            return error + made
 
         return replace
 
-    def graph(self, tokens: Tensor, probabilities: Tensor, together: int) -> AttributionGraph:
-        """The graph of the run.
-
-        Args:
-            tokens: whose logits are nodes.
-            probabilities: theirs.
-            together: how many rows at once.
-        """
-        sources = [*self.features, *self.errors, *self.tokens, *self.constants]
-        ends = [Node("logit", "logits", self.kept.numel() - 1, int(token)) for token in tokens]
-        nodes = [node for source in sources for node in source.nodes]
-        nodes.append(Node("constant", "biases", 0))
-        if not any(source.nodes for source in self.features):
-            raise ValueError("no feature is active at these positions: there is nothing to attribute")
-        values = [found[0][source.entries.unbind(1)] for source, found in zip(self.features, self.targets, strict=True)]
-        adjacency = probabilities.new_zeros(len(nodes) + len(ends), len(nodes) + len(ends))
-        receivers = torch.cat([*values, self.logits[tokens]])
-        rows = [*range(sum(map(len, values))), *range(len(nodes), len(nodes) + len(ends))]
+    def _rows(self, receivers: _Receivers) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """What each receiver gets from every source, in batches: which ones, and a ``[row, node]`` for each source."""
+        sources, later = self.sources[: receivers.before], self.sources[receivers.before :]
         leaves = [source.leaf for source in sources]
-        for at in range(0, len(rows), together):
-            some = rows[at : at + together]
-            wanted = torch.zeros(len(some), len(rows), device=adjacency.device, dtype=receivers.dtype)
-            wanted[range(len(some)), range(at, at + len(some))] = 1
-            gradients = self._gradients(receivers, leaves, wanted)
-            adjacency[some, : len(nodes) - 1] = torch.cat(
-                [_sent(source, gradient, len(some)) for source, gradient in zip(sources, gradients, strict=True)], 1
-            ).to(adjacency.dtype)
-        # Everything is linear in the nodes and constant otherwise, but for the insides of an MLP.
-        linear = [not self._bends(source.nodes) for source in self.features for _ in source.nodes] + [True] * len(ends)
-        rest = receivers.detach().to(adjacency.dtype) - adjacency[rows].sum(1)
-        adjacency[rows, len(nodes) - 1] = rest * torch.tensor(linear, device=rest.device)
-        vectors = (*self.errors, *self.tokens, *self.constants)
-        sizes = [source.leaf.detach()[0][source.entries].flatten(1).norm(dim=-1) for source in vectors]
-        sizes.append(receivers.new_zeros(1))
-        whole = torch.cat([*(value.detach() for value in values), *sizes, self.logits[tokens].detach()])
-        return AttributionGraph((*nodes, *ends), adjacency, whole.to(adjacency.dtype), probabilities)
+        of_one = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+        size = max(1, min(self.together, _BYTES // max(of_one, 1)))
+        for some in receivers.which.split(size) if len(receivers.which) else ():
+            gradients = self._gradients(receivers.of(some), leaves)
+            sent = [source.sent(gradient, len(some)) for source, gradient in zip(sources, gradients, strict=True)]
+            yield some, [*sent, *(source.sent(None, len(some)) for source in later)]
 
-    def _bends(self, nodes: Sequence[Node]) -> bool:
-        """Whether an MLP is between the stream and the features of these nodes, so that what they get is a slope."""
-        point = nodes[0].point if nodes else ""
-        view = self.bridge.hook_dict[point].view if point else None
-        read = view.reads[0] if isinstance(view, InBasis) and view.reads else point.rpartition(".")[0]
-        return ".mlp." in read or read.endswith(".hook_mlp_out")
-
-    def _gradients(self, receivers: Tensor, leaves: Sequence[Tensor], wanted: Tensor) -> Sequence[Tensor | None]:
-        """Of each row of weights of the receivers: one by one where the model is spread, as DTensors know no vmap."""
+    def _gradients(self, receivers: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Of each receiver: one by one where the model is spread, as DTensors know no vmap."""
+        if not receivers.requires_grad:
+            return [None] * len(leaves)
         given = partial(torch.autograd.grad, receivers, leaves, retain_graph=True, allow_unused=True)
+        wanted = torch.eye(len(receivers), device=receivers.device, dtype=receivers.dtype)
         if self.bridge.wiring.sharing is None:
             return given(wanted, is_grads_batched=True)
         rows = [given(row) for row in wanted]
         return [None if of_leaf[0] is None else torch.stack(of_leaf) for of_leaf in zip(*rows, strict=True)]
 
+    def _features(self, at: int, which: Tensor) -> _Receivers:
+        """Some of a source's features as receivers."""
+        source = self.sources[at]
+        assert source.target is not None
+        return _Receivers(at, which, partial(source.at, source.target), not self._bends(source.point))
 
-def _sent(source: _Source, gradient: Tensor | None, rows: int) -> Tensor:
-    """What the nodes of a source send to each of the receivers whose gradients these are, ``[row, node]``."""
-    if gradient is None:
-        return source.leaf.new_zeros(rows, len(source.nodes))
-    parts = gradient[:, 0] * source.leaf.detach()[0]
-    if source.entries.ndim == 2:
-        where: tuple[slice | Tensor, ...] = (slice(None), *source.entries.unbind(1))
-        return parts[where]
-    return parts[:, source.entries].flatten(2).sum(-1)
+    def graph(self, limit: int | None) -> AttributionGraph:
+        """The graph of the run.
+
+        Args:
+            limit: how many features, errors and tokens are nodes; None: all.
+        """
+        if not any(len(source.entries) for source in self.sources if source.kind == "feature"):
+            raise ValueError("no feature is active at these positions: there is nothing to attribute")
+        if limit is not None and sum(len(some.entries) for some in self.sources if some.kind != "constant") > limit:
+            return self._among(self._most_influential(limit), dropped=True)
+        return self._among([torch.arange(len(some.entries), device=some.leaf.device) for some in self.sources])
+
+    def _among(self, kept: list[Tensor], dropped: bool = False) -> AttributionGraph:
+        """The graph of some nodes of each source."""
+        order = sorted(range(len(kept)), key=lambda at: _ORDER.index(self.sources[at].kind))
+        first = dict(zip(order, accumulate((len(kept[at]) for at in order), initial=0), strict=False))
+        columns = [slice(first[at], first[at] + len(mine)) for at, mine in enumerate(kept)]
+        nodes = [node for at in order for node in self.sources[at].nodes(kept[at])]
+        biases = len(nodes)
+        nodes += [Node("constant", "biases", 0), *[Node("dropped", "dropped", 0)] * dropped]
+        receiving = [(len(nodes), self.logits)]
+        nodes += [Node("logit", "logits", self.kept.numel() - 1, int(token)) for token in self.tokens]
+        adjacency = self.probabilities.new_zeros(len(nodes), len(nodes))
+        received, values = self.probabilities.new_zeros(2, len(nodes))
+        for at, source in enumerate(self.sources):
+            values[columns[at]] = source.sizes(kept[at]).to(values.dtype)
+            if source.kind == "feature":
+                receiving.append((first[at], self._features(at, kept[at])))
+        for row, receivers in receiving:
+            for some, sent in self._rows(receivers):
+                rows = slice(row, row + len(some))
+                row += len(some)
+                for source, mine, column, parts in zip(self.sources, kept, columns, sent, strict=True):
+                    adjacency[rows, column] = parts[:, mine].to(adjacency.dtype)
+                    if source.kind != "constant":
+                        received[rows] += parts.abs().sum(1)
+                    if dropped:
+                        adjacency[rows, biases + (source.kind != "constant")] += parts.index_fill(1, mine, 0).sum(1)
+                values[rows] = receivers.of(some).detach().to(values.dtype)
+                if receivers.linear:  # all is linear in the nodes and constant otherwise
+                    adjacency[rows, biases] += values[rows] - adjacency[rows].sum(1)
+        return AttributionGraph(tuple(nodes), adjacency, values, self.probabilities, received)
+
+    def _most_influential(self, limit: int) -> list[Tensor]:
+        """Which nodes of each source have the most influence, as `AttributionGraph.influence` counts it.
+
+        It is followed from the logits through the features that are among the first so far, until the rows of all these
+        are known. Of a row the largest entries alone are remembered: it is computed again for those that are kept.
+        """
+        offsets = [*accumulate((len(source.entries) for source in self.sources), initial=0)]
+        feature = torch.cat([torch.full((len(some.entries),), some.kind == "feature") for some in self.sources])
+        feature = feature.to(self.probabilities.device)
+
+        def by_source(which: Tensor) -> list[Tensor]:
+            return [which[(low <= which) & (which < high)].sort().values - low for low, high in pairwise(offsets)]
+
+        begin = self.probabilities.new_zeros(offsets[-1], dtype=torch.float64)
+        for some, sent in self._rows(self.logits):
+            begin += self.probabilities[some].double() @ self._shares(sent).double()
+        known: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
+        expanded = torch.zeros_like(feature)
+        while True:
+            best = _followed(begin, known).topk(limit)
+            first = best.indices[best.values > 0]
+            fresh = first[feature[first] & ~expanded[first]][: max(self.together, int(expanded.sum()) // 4)]
+            if not len(fresh):
+                return by_source(first)
+            expanded[fresh] = True
+            for at, which in ((at, which) for at, which in enumerate(by_source(fresh)) if len(which)):
+                for rows, sent in self._rows(self._features(at, which)):
+                    largest = self._shares(sent).topk(min(_FOLLOWED, offsets[-1]))
+                    known.setdefault(at, []).append((rows + offsets[at], largest.indices, largest.values))
+
+    def _shares(self, sent: Sequence[Tensor]) -> Float[Tensor, "row node"]:
+        """Of what each row gets the shares of the sizes, constants aside."""
+        explain = [part.abs() * (some.kind != "constant") for some, part in zip(self.sources, sent, strict=True)]
+        sizes = torch.cat(explain, 1)
+        return sizes / sizes.sum(1, keepdim=True).clamp(min=1e-10)
+
+    def _bends(self, point: str) -> bool:
+        """Whether an MLP is between the stream and the features at a point, so that what they get is a slope."""
+        view = self.bridge.hook_dict[point].view
+        read = view.reads[0] if isinstance(view, InBasis) and view.reads else point.rpartition(".")[0]
+        return ".mlp." in read or read.endswith(".hook_mlp_out")
+
+
+def _followed(begin: Tensor, known: Mapping[int, Sequence[tuple[Tensor, Tensor, Tensor]]]) -> Float[Tensor, " node"]:
+    """How much of the logits goes through each node, by the rows that are known.
+
+    Args:
+        begin: each node's share of what the logits get.
+        known: for each source, in the order of the computation, rows: whose, of which nodes, the shares.
+    """
+    influence = begin.clone()
+    for at in sorted(known, reverse=True):  # that of what is computed later is whole by then
+        for rows, columns, shares in known[at]:
+            influence.index_add_(0, columns.flatten(), (influence[rows, None] * shares).flatten())
+    return influence

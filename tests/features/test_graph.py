@@ -291,6 +291,60 @@ def test_influence_and_picture(placed: tuple[TransformerBridge, list[str], Attri
     assert len(edges) == 12 and isinstance(pictures.circuit(edges), pictures.Picture)
 
 
+def by_hand(adjacency: Tensor, ignored: Tensor, ends: int, probabilities: Tensor) -> Tensor:
+    """Influence in float64, by powers of the shares."""
+    sizes = adjacency.double().abs() * ~ignored
+    shares = sizes / sizes.sum(1, keepdim=True).clamp(min=1e-10)
+    weights = torch.zeros(len(adjacency), dtype=torch.float64)
+    weights[-ends:] = probabilities.double()
+    whole = torch.zeros_like(weights)
+    for _ in range(6):
+        weights = weights @ shares
+        whole += weights
+    return whole
+
+
+@pytest.mark.parametrize("limit", [1, 5, 40, 90])
+@pytest.mark.parametrize("kind", ["placed", "placed_across"])
+def test_a_limit_keeps_the_most_influential(kind: str, limit: int, request: pytest.FixtureRequest) -> None:
+    """Of the whole graph's edges, followed through the kept features alone: the kept nodes have the most influence."""
+    bridge, points, whole = request.getfixturevalue(kind)
+    graph = attribution_graph(bridge, TOKENS, points, limit=limit, together=3)
+    dropped, at = next(i for i, node in enumerate(graph.nodes) if node.kind == "dropped"), {}
+    for index, node in enumerate(whole.nodes):
+        at[node] = index
+    kept = [at[node] for node in graph.nodes if node.kind in ("feature", "error", "token")]
+    assert len(kept) == limit and kept == sorted(kept)
+    constant = torch.tensor([node.kind == "constant" for node in whole.nodes])
+    followed = whole.adjacency.clone()
+    followed[[i for node, i in at.items() if node.kind == "feature" and i not in kept]] = 0
+    influence = by_hand(followed, constant, 3, whole.probabilities)
+    left_out = influence[[i for i in range(len(influence) - 3) if i not in kept and not constant[i]]]
+    assert influence[kept].min() >= left_out.max() - 1e-9
+    # Their edges are the whole graph's; what all others send is in one node, and what is constant in another.
+    mine = [i for i, node in enumerate(graph.nodes) if node in at and node.point != "biases"]
+    theirs = [at[graph.nodes[i]] for i in mine]
+    assert torch.allclose(graph.adjacency[mine][:, mine], whole.adjacency[theirs][:, theirs], rtol=0, atol=1e-6)
+    assert torch.equal(graph.values[mine], whole.values[theirs])
+    valued = [i for i in mine if graph.nodes[i].kind in ("feature", "logit")]
+    assert torch.allclose(graph.adjacency[valued].sum(1), graph.values[valued], rtol=0, atol=1e-4)
+    rest = whole.adjacency[:, [i for i in range(len(influence)) if i not in theirs and not constant[i]]].sum(1)
+    assert torch.allclose(graph.adjacency[valued, dropped], rest[[at[graph.nodes[i]] for i in valued]], atol=1e-4)
+    # And influence is counted as there: what was dropped, one by one.
+    found = graph.influence().double()
+    assert torch.allclose(found[mine], influence[theirs], atol=1e-6)
+    assert float(found[dropped]) == pytest.approx(float(left_out.sum()), abs=1e-6) and found[dropped] > 1e-5
+    assert "dropped" not in {name for edge in graph.largest(limit) for name in edge[:2]}
+
+
+def test_a_limit_that_all_fit_in_changes_nothing(placed: tuple[TransformerBridge, list[str], AttributionGraph]) -> None:
+    bridge, points, whole = placed
+    graph = attribution_graph(bridge, TOKENS, points, limit=len(whole.nodes))
+    assert graph.nodes == whole.nodes and torch.equal(graph.adjacency, whole.adjacency)
+    with pytest.raises(ValueError, match="limit"):
+        attribution_graph(bridge, TOKENS, points, limit=0)
+
+
 def test_what_is_no_graph_is_refused(placed: tuple[TransformerBridge, list[str], AttributionGraph]) -> None:
     bridge, points, _ = placed
     with pytest.raises(ValueError, match=r"add_basis placed; these are not: blocks\.0\.hook_mlp_out"):
