@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from adapters.sealed import sealed, unsealed
 from adapters.views.basis import InBasis, dense
 from bridge.analysis.analysis import refuse_training
 from bridge.bases.bases import takes_over, written_later
@@ -135,15 +137,18 @@ class AttributionGraph:
         Raises:
             ValueError: no edge is asked for.
         """
+        pairs = self._largest(n)
+        return [(str(self.nodes[j]), str(self.nodes[i]), float(self.adjacency[i, j])) for i, j in pairs]
+
+    def _largest(self, n: int) -> list[tuple[int, int]]:
+        """Receivers and senders of the edges with the most influence."""
         check_positive("n", n)
         weights = self.influence()
         weights[self._of("logit")] = self.probabilities
         sizes = self._shares() * weights[:, None]
         sizes[:, self._of("dropped")] = 0
-        n = min(n, int(sizes.count_nonzero()))
-        found = sizes.flatten().topk(n)
-        pairs = [divmod(int(at), len(self.nodes)) for at in found.indices]
-        return [(str(self.nodes[j]), str(self.nodes[i]), float(self.adjacency[i, j])) for i, j in pairs]
+        found = sizes.flatten().topk(min(n, int(sizes.count_nonzero())))
+        return [divmod(int(at), len(self.nodes)) for at in found.indices]
 
     @refuse_wrong_types
     def draw(self, n: int, bridge: TransformerBridge, tokens: Int[Tensor, "1 pos"], **options: Any) -> Any:
@@ -163,8 +168,7 @@ class AttributionGraph:
             See `attribution_graph`.
         """
         pictures = importlib.import_module("bridge.pictures")
-        if tokens.shape[1] != self.nodes[-1].pos + 1:
-            raise ValueError(f"tokens has {tokens.shape[1]} positions; the graph is of {self.nodes[-1].pos + 1}")
+        self._refuse_another_length(tokens)
         edges = self.largest(n)
         drawn = {name for sender, receiver, _ in edges for name in (sender, receiver)}
         nodes = {}
@@ -177,6 +181,190 @@ class AttributionGraph:
                 nodes[str(node)] = pictures.CircuitNode(column=column, label=label, position=node.pos)
         given = {"nodes": nodes, "tokens": bridge.to_str_tokens(tokens[0]), "measure": "contribution"}
         return pictures.circuit(edges, **(given | {"title": "Attribution graph"} | options))
+
+    @refuse_wrong_types
+    def save(
+        self,
+        path: str | Path,
+        bridge: TransformerBridge,
+        tokens: Int[Tensor, "1 pos"],
+        n: int | None = None,
+        name: str = "graph",
+        scan: str = "",
+    ) -> None:
+        """Writes the graph as JSON that the interfaces of Neuronpedia and circuit-tracer read.
+
+        Constants and what was dropped, which these do not know, are in a part of the file that they pass over.
+
+        Args:
+            path: the file.
+            bridge: the bridge, which knows the text of its tokens.
+            tokens: the prompt of the graph, ``[1, pos]``.
+            n: how many edges, those with the most influence; None: all.
+            name: by which the interfaces list it (``slug``).
+            scan: the features' name there, such as ``"gemma-2-2b"``.
+
+        Raises:
+            ValueError: a prompt of another length; no edge is asked for.
+
+        Example:
+            See `AttributionGraph.load`.
+        """
+        self._refuse_another_length(tokens)
+        words = _words(bridge, tokens[0])
+        influence = self.influence()
+        first = influence.sort(descending=True)
+        up_to = torch.zeros_like(influence).scatter(0, first.indices, first.values.cumsum(0) / influence.sum())
+        ids = [_identity(node, bridge.cfg.n_layers, tokens) for node in self.nodes]
+        weights = dict(zip(self._of("logit"), self.probabilities.tolist(), strict=True))
+        said = [
+            _as_interfaces_have_it(node, ids[i], tokens, bridge)
+            | {"influence": float(up_to[i]), "activation": float(self.values[i]), "token_prob": weights.get(i, 0.0)}
+            for i, node in enumerate(self.nodes)
+        ]
+        if n is None:
+            pairs = self.adjacency.nonzero().tolist()
+        else:
+            pairs = self._largest(n)
+        links = [{"source": ids[j], "target": ids[i], "weight": float(self.adjacency[i, j])} for i, j in pairs]
+        unknown = {ids[i] for i in self._of("constant", "dropped")}
+        own = {
+            "version": 1,
+            "nodes": [[ids[i], *astuple(node)] for i, node in enumerate(self.nodes)],
+            "values": self.values.tolist(),
+            "received": self.received.tolist(),
+            "links": [link for link in links if link["source"] in unknown],
+        }
+        metadata = {
+            "slug": name, "scan": scan, "transcoder_list": [], "prompt_tokens": words, "prompt": "".join(words),
+            "node_threshold": None, "schema_version": 1,
+        }  # fmt: skip
+        pinned = {"pinnedIds": [], "supernodes": [], "linkType": "both", "clickedId": "", "sg_pos": ""}
+        content = {
+            "metadata": metadata,
+            "qParams": pinned,
+            "nodes": [node for node in said if node["node_id"] not in unknown],
+            "links": [link for link in links if link["source"] not in unknown],
+            _OWN: own,
+        }
+        Path(path).write_text(sealed(content, allow_nan=False), encoding="utf-8")
+
+    @classmethod
+    @refuse_wrong_types
+    def load(cls, path: str | Path) -> AttributionGraph:
+        """Reads what `save` wrote, or a graph that circuit-tracer wrote.
+
+        circuit-tracer's file has no constants, so its rows do not add up to values, and edges alone that it kept. Its
+        features are called those of a basis ``transcoder`` on the MLPs' outputs.
+
+        Args:
+            path: the file.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: the file is no graph, or damaged, or of another version.
+
+        Example:
+            >>> import tempfile, pathlib, torch
+            >>> from bridge import TransformerBridge
+            >>> from bridge.features import AttributionGraph, attribution_graph
+            >>> bridge, path = TransformerBridge.boot_embedded(), pathlib.Path(tempfile.mkdtemp()) / "graph.json"
+            >>> tokens, W = bridge.to_tokens("Mary and John"), torch.eye(128)[:, :4]
+            >>> basis = {"encode": lambda x: (x @ W).relu(), "decode": lambda f: f @ W.T}
+            >>> point = bridge.add_basis("blocks.1.hook_resid_pre", "few", **basis)
+            >>> graph = attribution_graph(bridge, tokens, [point.name])
+            >>> graph.save(path, bridge, tokens)
+            >>> torch.equal(AttributionGraph.load(path).adjacency, graph.adjacency)
+            True
+        """
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"path is {str(path)!r}, which is no file")
+        try:
+            return cls._of_file(unsealed(Path(path).read_bytes()))
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise ValueError(f"{path} holds no attribution graph that can be read: {error}") from error
+
+    @classmethod
+    def _of_file(cls, content: dict[str, Any]) -> AttributionGraph:
+        own = content.get(_OWN)
+        if own is not None and own["version"] != 1:
+            raise ValueError(f"it is of version {own['version']}; this package reads version 1")
+        said = {node["node_id"]: node for node in content["nodes"]}
+        nodes = {at: Node(*of) for at, *of in own["nodes"]} if own else {at: _read(node) for at, node in said.items()}
+        at = {name: i for i, name in enumerate(nodes)}
+        adjacency = torch.zeros(len(nodes), len(nodes))
+        for link in [*content["links"], *(own["links"] if own else ())]:
+            adjacency[at[link["target"]], at[link["source"]]] = link["weight"]
+        values = own["values"] if own else [said[name]["activation"] or 0.0 for name in nodes]
+        received = torch.tensor(own["received"]) if own else adjacency.abs().sum(1)
+        ends = [said[name]["token_prob"] for name, node in nodes.items() if node.kind == "logit"]
+        if not len(values) == len(received) == len(nodes):
+            raise ValueError(f"it has {len(nodes)} nodes, {len(values)} values and {len(received)} sums")
+        return cls(tuple(nodes.values()), adjacency, torch.tensor(values), torch.tensor(ends), received)
+
+    def _refuse_another_length(self, tokens: Tensor) -> None:
+        if tokens.shape[1] != self.nodes[-1].pos + 1:
+            raise ValueError(f"tokens has {tokens.shape[1]} positions; the graph is of {self.nodes[-1].pos + 1}")
+
+
+#: The part of a graph's file that other programs do not know.
+_OWN = "transformer_bridge"
+#: What others call the kinds of nodes.
+_KINDS: dict[Kind, str] = {
+    "feature": "cross layer transcoder", "error": "mlp reconstruction error", "token": "embedding", "logit": "logit",
+}  # fmt: skip
+
+
+def _words(bridge: TransformerBridge, tokens: Tensor) -> list[str]:
+    """The texts of tokens, or their numbers where nobody knows them."""
+    if bridge.tokenizer is None:
+        return [str(token) for token in tokens.tolist()]
+    return [bridge.to_single_str_token(token) for token in tokens.tolist()]
+
+
+def _identity(node: Node, n_layers: int, tokens: Tensor) -> str:
+    """A name of a node for interfaces: that of circuit-tracer for features of MLPs, tokens and logits."""
+    if node.kind == "feature":
+        _, layer, *point = node.point.split(".")
+        parts = [layer, str(node.index), str(node.pos)]
+        if point[0] != "hook_mlp_out":
+            parts.append(".".join(point))
+        if node.head is not None:
+            parts.append(f"h{node.head}")
+        return "_".join(parts)
+    if node.kind == "token":
+        return f"{'E' if node.point == 'hook_embed' else node.point}_{int(tokens[0, node.pos])}_{node.pos}"
+    if node.kind == "logit":
+        return f"{n_layers + 1}_{node.index}_{node.pos}"
+    return f"{node.kind}_{node.point}_{node.pos}"
+
+
+def _as_interfaces_have_it(node: Node, name: str, tokens: Tensor, bridge: TransformerBridge) -> dict[str, Any]:
+    """A node by the fields that Neuronpedia and circuit-tracer read."""
+    layer, feature, words = "E", node.pos, ""
+    if node.kind == "logit":
+        layer, feature = str(bridge.cfg.n_layers + 1), node.index
+        words = f'Output "{_words(bridge, torch.tensor([node.index]))[0]}"'
+    elif node.kind in ("feature", "error"):
+        layer = node.point.split(".")[1]
+        pair = int(layer) + node.index
+        feature = pair * (pair + 1) // 2 + node.index if node.kind == "feature" else -1  # Cantor's number of the pair
+    return {
+        "node_id": name, "jsNodeId": name, "feature": feature, "layer": layer, "ctx_idx": node.pos, "clerp": words,
+        "feature_type": _KINDS.get(node.kind, node.kind), "is_target_logit": node.kind == "logit", "run_idx": 0,
+        "reverse_ctx_idx": 0,
+    }  # fmt: skip
+
+
+def _read(said: dict[str, Any]) -> Node:
+    """A node of circuit-tracer's."""
+    kind = next((kind for kind, name in _KINDS.items() if name == said["feature_type"]), None)
+    if kind is None:
+        raise ValueError(f"a node is of type {said['feature_type']!r}; known are {', '.join(_KINDS.values())}")
+    index = int(said["node_id"].split("_")[1]) if kind in ("feature", "logit") else 0
+    within = f"blocks.{said['layer']}.hook_mlp_out"
+    points = {"feature": f"{within}.transcoder", "error": within, "token": "hook_embed", "logit": "logits"}
+    return Node(kind, points[kind], int(said["ctx_idx"]), index)
 
 
 def _column(node: Node, n_layers: int) -> tuple[int, str]:

@@ -1,5 +1,7 @@
 """Attribution graphs: against circuit-tracer's own, and edge by edge against interventions."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -343,6 +345,57 @@ def test_a_limit_that_all_fit_in_changes_nothing(placed: tuple[TransformerBridge
     assert graph.nodes == whole.nodes and torch.equal(graph.adjacency, whole.adjacency)
     with pytest.raises(ValueError, match="limit"):
         attribution_graph(bridge, TOKENS, points, limit=0)
+
+
+@pytest.mark.parametrize("limit", [None, 20])
+@pytest.mark.parametrize("kind", ["placed", "placed_across"])
+def test_a_saved_graph_is_the_same(
+    kind: str, limit: int | None, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    bridge, points, _ = request.getfixturevalue(kind)
+    graph = attribution_graph(bridge, TOKENS, points, limit=limit)
+    graph.save(tmp_path / "graph.json", bridge, TOKENS)
+    again = AttributionGraph.load(tmp_path / "graph.json")
+    assert again.nodes == graph.nodes and torch.equal(again.influence(), graph.influence())
+    for name in ("adjacency", "values", "probabilities", "received"):
+        assert torch.equal(getattr(again, name), getattr(graph, name))
+    graph.save(tmp_path / "few.json", bridge, TOKENS, n=7)
+    few = AttributionGraph.load(tmp_path / "few.json")
+    kept = few.adjacency != 0
+    assert int(kept.sum()) == 7 and torch.equal(few.adjacency[kept], graph.adjacency[kept])
+    with pytest.raises(ValueError, match="tokens has 3 positions; the graph is of 6"):
+        graph.save(tmp_path / "no.json", bridge, TOKENS[:, :3])
+
+
+def test_nodes_in_a_file_have_names_of_their_own(tmp_path: Path) -> None:
+    """Features of each head, and bases at several points of one layer."""
+    bridge = reference_bridge("gpt2")
+    points = [bridge.add_basis(f"blocks.{i}.attn.hook_z", "own", SAE(bridge.cfg.d_head, 9)).name for i in range(2)]
+    points += [bridge.add_basis(f"blocks.{i}.hook_resid_mid", "own", SAE(bridge.cfg.d_model, 9)).name for i in range(2)]
+    points.append(bridge.add_basis("blocks.1.mlp.hook_post", "own", SAE(bridge.cfg.d_mlp, 9)).name)
+    graph = attribution_graph(bridge, TOKENS, points)
+    graph.save(tmp_path / "graph.json", bridge, TOKENS)
+    again = AttributionGraph.load(tmp_path / "graph.json")
+    assert again.nodes == graph.nodes and torch.equal(again.adjacency, graph.adjacency)
+
+
+def test_a_damaged_graph_is_refused(
+    placed: tuple[TransformerBridge, list[str], AttributionGraph], tmp_path: Path
+) -> None:
+    bridge, _, graph = placed
+    path = tmp_path / "graph.json"
+    graph.save(path, bridge, TOKENS)
+    whole = path.read_bytes()
+    generator = torch.Generator().manual_seed(0)
+    for at in torch.randint(0, len(whole), (40,), generator=generator).tolist():
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+        with pytest.raises(ValueError, match=r"graph\.json holds no attribution graph that can be read"):
+            AttributionGraph.load(path)
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"graph\.json holds no attribution graph that can be read"):
+        AttributionGraph.load(path)
+    with pytest.raises(FileNotFoundError):
+        AttributionGraph.load(tmp_path / "none.json")
 
 
 def test_what_is_no_graph_is_refused(placed: tuple[TransformerBridge, list[str], AttributionGraph]) -> None:
