@@ -1,4 +1,20 @@
-"""Attribution graphs: who sends how much to whom in a local replacement model."""
+"""Attribution graphs: who sends how much to whom in a local replacement model.
+
+What comes in: a bridge, a prompt, and hook points in a basis. What goes out: an `AttributionGraph` of features, errors,
+tokens and logits; or the `ScoreTerms` of one attention score.
+
+The mechanism, in order:
+
+1. `attribution_graph` holds patterns and norm factors (`bridge.linearised`), and refuses a model that still bends.
+2. `_ReplacementRun` runs the model once. What a basis explains becomes its features and what they leave unexplained.
+   Each of these stands in the run as a leaf of autograd's graph: a `_Source`.
+3. A row, what one receiver gets from every node, is its gradient at the leaves, times what stands there (`_rows`).
+4. With a limit, `_most_influential` goes from the logits backwards and computes the rows of those features alone that
+   are among the most influential so far. `_among` then makes the graph of the nodes that are kept.
+5. `score_terms` takes the rows of one query and one key, whose product is the score.
+
+It knows nothing of what bases are made of, and asks for a picture when one is drawn.
+"""
 
 from __future__ import annotations
 
@@ -455,9 +471,7 @@ def attribution_graph(
         check_positive("limit", limit)
     bases = _checked_bases(bridge, points)
     prompt = prompts_with(bridge, tokens, model_kwargs)
-    length = prompt["input_ids"].shape[1]
-    kept = torch.ones(length, dtype=torch.bool, device=bridge.cfg.device)
-    kept[list(without_positions)] = False
+    kept = _positions(bridge, prompt, without_positions)
     with torch.no_grad():
         plain = bridge(prompt)[0, -1].float()
     shares = plain.softmax(-1)
@@ -466,6 +480,181 @@ def attribution_graph(
         _refuse_what_is_not_linear(bridge, prompt)
         run = _ReplacementRun(bridge, prompt, bases, kept, chosen, shares[chosen], together)
         return run.graph(limit)
+
+
+@dataclass(frozen=True, repr=False)
+class ScoreTerms:
+    """One attention score as a sum over pairs of nodes: one's part of the query, times the other's of the key.
+
+    Attributes:
+        queries, keys: the nodes.
+        query_parts, key_parts: ``[node, d_head]``: what each contributes to the head's query and key, behind norms and
+            rotation, the scale of scores in the queries.
+        position: what is added to the product of query and key (ALiBi, relative positions); 0 for other models.
+    """
+
+    queries: tuple[Node, ...]
+    keys: tuple[Node, ...]
+    query_parts: Float[Tensor, "query d_head"]
+    key_parts: Float[Tensor, "key d_head"]
+    position: float
+
+    def __repr__(self) -> str:
+        return f"ScoreTerms({len(self.queries)} x {len(self.keys)} nodes, score {self.score:.4g})"
+
+    @property
+    def values(self) -> Float[Tensor, "query key"]:
+        """The term of each pair. With `position` they add up to the score."""
+        return self.query_parts @ self.key_parts.T
+
+    @property
+    def score(self) -> float:
+        """The score, before a soft cap and the mask."""
+        return float(self.query_parts.sum(0) @ self.key_parts.sum(0)) + self.position
+
+    def largest(self, n: int) -> list[tuple[Node, Node, float]]:
+        """The terms of the largest size: the node of the query, that of the key, the term.
+
+        Args:
+            n: how many.
+
+        Raises:
+            ValueError: no term is asked for.
+        """
+        check_positive("n", n)
+        found: list[tuple[float, int, int]] = []
+        for first in range(0, len(self.queries), _ROWS):  # a table of all pairs may be too large
+            terms = self.query_parts[first : first + _ROWS] @ self.key_parts.T
+            for at in terms.flatten().abs().topk(min(n, terms.numel())).indices.tolist():
+                i, j = divmod(at, len(self.keys))
+                found.append((float(terms[i, j]), first + i, j))
+        found.sort(key=lambda term: -abs(term[0]))
+        return [(self.queries[i], self.keys[j], term) for term, i, j in found[:n]]
+
+
+#: Positions that are said to the model by numbers that are added to scores.
+_ADD_TO_SCORES = ("alibi", "relative_positional_bias")
+#: How many rows of a table of pairs are looked at together.
+_ROWS = 1024
+
+
+@refuse_wrong_types
+def score_terms(
+    bridge: TransformerBridge,
+    tokens: Prompts,
+    points: Sequence[str],
+    layer: int,
+    head: int,
+    query: int,
+    key: int,
+    *,
+    without_positions: Sequence[int] = (),
+    together: int = 64,
+    **model_kwargs: Any,
+) -> ScoreTerms:
+    """Why a head attends from one position to another: its score, taken apart into pairs of features.
+
+    In the replacement model of `attribution_graph`, patterns and norm factors held, queries and keys are sums of what
+    features, errors, tokens and constants contribute, so a score is a sum over pairs of them, exactly (Kamath et al.
+    2025, "Tracing Attention Computation Through Feature Interactions"). Rotation and norms of queries and keys are in
+    it.
+
+    Args:
+        bridge: the bridge, in evaluation mode.
+        tokens: one prompt, ``[1, pos]``, or what a processor gives.
+        points: hook points in a basis, as for `attribution_graph`.
+        layer, head: which head.
+        query, key: the positions that are attended from and to.
+        without_positions, together, model_kwargs: as for `attribution_graph`.
+
+    Raises:
+        ValueError: as `attribution_graph`; a layer, head or position that is not there; a key behind the query; a head
+            whose queries and keys are no hook points; scores that are not their product.
+
+    Example:
+        >>> import torch
+        >>> from bridge import TransformerBridge
+        >>> from bridge.features import score_terms
+        >>> bridge, W = TransformerBridge.boot_embedded(), torch.eye(128)[:, :6]
+        >>> basis = {"encode": lambda x: (x @ W).relu(), "decode": lambda f: f @ W.T}
+        >>> point = bridge.add_basis("blocks.1.hook_mlp_out", "tc", **basis, reads="blocks.1.hook_resid_mid")
+        >>> tokens = bridge.to_tokens("Mary and John")
+        >>> terms = score_terms(bridge, tokens, [point.name], layer=3, head=1, query=3, key=1)
+        >>> _, cache = bridge.run_with_cache(tokens, names_filter="blocks.3.attn.hook_attn_scores")
+        >>> abs(terms.score - float(cache["scores", 3][0, 1, 3, 1])) < 1e-4
+        True
+        >>> abs(float(terms.values.sum()) + terms.position - terms.score) < 1e-4
+        True
+    """
+    refuse_training(bridge)
+    check_positive("together", together)
+    bases = _checked_bases(bridge, points)
+    prompt = prompts_with(bridge, tokens, model_kwargs)
+    attention = f"blocks.{layer}.attn"
+    made = [
+        next(
+            (
+                name
+                for name in (f"{attention}.hook_rot_{letter}", f"{attention}.hook_{letter}")
+                if name in bridge.hook_dict
+            ),
+            "",
+        )
+        for letter in "qk"
+    ]
+    if not all(made) or f"{attention}.hook_attn_scores" not in bridge.hook_dict:
+        raise ValueError(
+            f"{bridge.cfg.model_name} has no queries, keys and scores in layer {layer} that are hook points"
+        )
+    with torch.no_grad():
+        _, cache = bridge.run_with_cache(prompt, names_filter=f"{attention}.hook_attn_scores")
+    scores = cache[f"{attention}.hook_attn_scores"]
+    for what, index, size in (
+        ("head", head, scores.shape[1]),
+        ("query", query, scores.shape[2]),
+        ("key", key, scores.shape[3]),
+    ):
+        if not 0 <= index < size:
+            raise ValueError(f"{what} is {index}; there are {size}, counted from 0")
+    score = _uncapped_by(bridge.cfg.attn_scores_soft_cap, scores[0, head, query, key].float())
+    if not torch.isfinite(score):
+        raise ValueError(f"position {query} does not attend to position {key}: there is no score")
+    with bridge.linearised(prompt), torch.enable_grad():
+        _refuse_what_is_not_linear(bridge, prompt, made)
+        none = torch.zeros(0, dtype=torch.long, device=score.device)
+        run = _ReplacementRun(
+            bridge,
+            prompt,
+            bases,
+            _positions(bridge, prompt, without_positions),
+            none,
+            score.new_zeros(0),
+            together,
+            made,
+        )
+        vectors = run.read[made[0]][0, query, head], run.read[made[1]][0, key]
+        keys = vectors[1][head * len(vectors[1]) // scores.shape[1]]
+        (queries, query_parts), (others, key_parts) = run.parts(vectors[0]), run.parts(keys)
+    part, cfg = bridge.architecture.stack.block_at(layer).attn, bridge.cfg
+    if cfg.use_attn_scale and part is not None:
+        query_parts = query_parts / (part.own("attn_scale", cfg.attn_scale) or 1.0)
+    product = float(query_parts.sum(0) @ key_parts.sum(0))
+    position = float(score) - product
+    if cfg.positional_embedding_type not in _ADD_TO_SCORES:
+        if abs(position) > 1e-3 * max(1.0, float(query_parts.norm() * key_parts.norm())):
+            raise ValueError(
+                f"the score is {float(score):.4g}, and the product of query and key "
+                f"{product:.4g}: a term for each pair would be of something else"
+            )
+        position = 0.0
+    return ScoreTerms(queries, others, query_parts, key_parts, position)
+
+
+def _positions(bridge: TransformerBridge, prompt: Mapping[str, Any], without: Sequence[int]) -> Tensor:
+    """The positions at which features and errors are nodes."""
+    kept = torch.ones(prompt["input_ids"].shape[1], dtype=torch.bool, device=bridge.cfg.device)
+    kept[list(without)] = False
+    return kept
 
 
 def _checked_bases(bridge: TransformerBridge, points: Sequence[str]) -> list[HookPoint]:
@@ -498,18 +687,22 @@ def _beginnings(bridge: TransformerBridge) -> list[str]:
 
 def _uncapped(bridge: TransformerBridge, logits: Tensor) -> Tensor:
     """What entered a soft cap, which is linear."""
-    cap = bridge.cfg.output_logits_soft_cap
-    return cap * (logits / cap).atanh() if cap > 0 else logits
+    return _uncapped_by(bridge.cfg.output_logits_soft_cap, logits)
+
+
+def _uncapped_by(cap: float, x: Tensor) -> Tensor:
+    return cap * (x / cap).atanh() if cap > 0 else x
 
 
 @torch.no_grad()
-def _refuse_what_is_not_linear(bridge: TransformerBridge, prompt: dict[str, Any]) -> None:
+def _refuse_what_is_not_linear(bridge: TransformerBridge, prompt: dict[str, Any], names: Sequence[str] = ()) -> None:
     """Refuses a model whose stream, patterns and factors held, bends where what begins it is once, twice, three times.
 
     Raises:
         ValueError: it does; the message says where.
     """
     streams = [name for name in bridge.hook_dict if name.endswith((".hook_resid_mid", ".hook_resid_post"))]
+    streams += names
     found: list[dict[str, Tensor]] = []
     with bridge.linearised(prompt, freeze=("mlp_out",)):
         for times in (1, 2, 3):
@@ -605,8 +798,10 @@ class _ReplacementRun:
         tokens: whose logits are nodes.
         probabilities: theirs.
         together: how many rows are computed at once.
+        names: of hook points that are read, too.
 
     Attributes:
+        read: what stands at hook points that are read, with its graph.
         sources: in the order of the computation: what a source is made of stands before it.
         logits: of the tokens, less the mean of all, as receivers.
     """
@@ -620,18 +815,19 @@ class _ReplacementRun:
         tokens: Tensor,
         probabilities: Tensor,
         together: int,
+        names: Sequence[str] = (),
     ) -> None:
         self.bridge, self.kept, self.together = bridge, kept, together
         self.tokens, self.probabilities = tokens, probabilities
         self.sources: list[_Source] = []
-        self._read: dict[str, Tensor] = {}
+        self.read: dict[str, Tensor] = {}
         self._leaves: dict[str, Tensor] = {}
         by_point = {hook.name.rpartition(".")[0]: hook for hook in bases}
         explained = {name.replace(".mlp.hook_post", ".hook_mlp_out") for name in by_point}  # by what made it
         mlps = [name for name in bridge.hook_dict if name.endswith(".hook_mlp_out") and name not in explained]
         reads = [hook.view.reads[0] for hook in bases if isinstance(hook.view, InBasis) and hook.view.reads]
         hooks: list[tuple[str, Callable[..., Tensor | None]]] = [(name, self._begin) for name in _beginnings(bridge)]
-        hooks += [(name, self._keep) for name in dict.fromkeys(reads)]
+        hooks += [(name, self._keep) for name in dict.fromkeys([*reads, *names])]
         later = [follower.name.rpartition(".")[0] for hook in bases for follower in hook.point.linked]
         for name in dict.fromkeys([*by_point, *later, *mlps]):
             hooks.append((name, self._replace(by_point.get(name), written_later(name, bases, bridge.hook_dict))))
@@ -649,7 +845,7 @@ class _ReplacementRun:
         return self._send("token", hook.name, act, torch.arange(act.shape[1], device=act.device)[:, None])
 
     def _keep(self, act: Tensor, hook: HookPoint) -> None:
-        self._read[hook.name] = act
+        self.read[hook.name] = act
 
     def _replace(self, basis: HookPoint | None, earlier: list[tuple[HookPoint, InBasis]]) -> Callable[..., Tensor]:
         """A hook that makes an MLP's output a function of features and errors alone.
@@ -668,7 +864,7 @@ class _ReplacementRun:
             if basis is not None:
                 view = basis.view
                 assert isinstance(view, InBasis)
-                read = self._read[view.reads[0]] if view.reads else act
+                read = self.read[view.reads[0]] if view.reads else act
                 found = dense(view.encode(read))
                 entries = (found.detach()[0] * self.kept.view(-1, *[1] * (found.ndim - 2))).nonzero()
                 leaf = self._leaves[basis.name] = self._send("feature", basis.name, found, entries, found)
@@ -754,6 +950,24 @@ class _ReplacementRun:
                 if receivers.linear:  # all is linear in the nodes and constant otherwise
                     adjacency[rows, biases] += values[rows] - adjacency[rows].sum(1)
         return AttributionGraph(tuple(nodes), adjacency, values, self.probabilities, received)
+
+    def parts(self, vector: Float[Tensor, " d_head"]) -> tuple[tuple[Node, ...], Float[Tensor, "node d_head"]]:
+        """What each node contributes to a vector that is linear in them: which do, ``biases`` last, and what."""
+        every = torch.arange(len(vector), device=vector.device)
+        found: list[list[Tensor]] = [[] for _ in self.sources]
+        for _, sent in self._rows(_Receivers(len(self.sources), every, lambda some: vector[some], True)):
+            for rows, part in zip(found, sent, strict=True):
+                rows.append(part)
+        nodes: list[Node] = []
+        parts: list[Tensor] = []
+        for source, rows in zip(self.sources, found, strict=True):
+            part = torch.cat(rows).T
+            which = part.abs().amax(1).nonzero().flatten()
+            nodes += source.nodes(which)
+            parts.append(part[which])
+        whole = torch.cat(parts)
+        rest = (vector.detach() - whole.sum(0))[None]
+        return (*nodes, Node("constant", "biases", 0)), torch.cat([whole, rest])
 
     def _most_influential(self, limit: int) -> list[Tensor]:
         """Which nodes of each source have the most influence, as `AttributionGraph.influence` counts it.

@@ -1,5 +1,6 @@
 """Attribution graphs: against circuit-tracer's own, and edge by edge against interventions."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from bridge import TransformerBridge, pictures
 from bridge.bases import CrossLayer
-from bridge.features import AttributionGraph, Node, attribution_graph
+from bridge.features import AttributionGraph, Node, attribution_graph, score_terms
 from tests.bases.common import SAE
 from tests.reference import DATA
 from tests.tiny_models import tiny_model
@@ -396,6 +397,65 @@ def test_a_damaged_graph_is_refused(
         AttributionGraph.load(path)
     with pytest.raises(FileNotFoundError):
         AttributionGraph.load(tmp_path / "none.json")
+
+
+FAMILIES = ("gpt2", "llama", "qwen3", "gemma2", "gpt_neox", "bloom", "phi3", "olmo2")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_terms_of_a_score_add_up_and_are_what_interventions_do(family: str) -> None:
+    """In float64: the terms sum to the score, and a feature turned up moves the query by its part."""
+    bridge = TransformerBridge(tiny_model(family)).to(torch.float64)
+    mid = "blocks.0.hook_resid_mid"
+    reads = mid if mid in bridge.hook_dict else "blocks.0.hook_resid_pre"
+    basis = SAE(bridge.cfg.d_model, 24).double()
+    point = bridge.add_basis("blocks.0.hook_mlp_out", "tc", basis, reads=reads).name
+    terms = score_terms(bridge, TOKENS, [point], layer=1, head=3, query=4, key=2)
+    names = ["blocks.1.attn.hook_attn_scores", point]
+    _, cache = bridge.run_with_cache(TOKENS, names_filter=names)
+    score = float(cache[names[0]][0, 3, 4, 2])
+    if cap := bridge.cfg.attn_scores_soft_cap > 0 and bridge.cfg.attn_scores_soft_cap:
+        score = cap * math.atanh(score / cap)
+    assert float(terms.values.sum()) + terms.position == pytest.approx(score, abs=1e-5)
+    assert (terms.position != 0) == (family == "bloom") and terms.score == pytest.approx(score, abs=1e-5)
+    assert {node.kind for node in terms.queries} >= {"feature", "error", "token", "constant"}
+    assert max(node.pos for node in terms.queries) == 4 and max(node.pos for node in terms.keys) == 2
+    biggest = terms.largest(5)
+    assert [abs(term) for _, _, term in biggest] == sorted(terms.values.abs().flatten().tolist(), reverse=True)[:5]
+    rotated = [name for name in bridge.hook_dict if name.startswith("blocks.1.attn.hook_rot_")]
+    query, key = rotated or ["blocks.1.attn.hook_q", "blocks.1.attn.hook_k"]
+    scale = 1 if not bridge.cfg.use_attn_scale else bridge.cfg.attn_scale
+    seen = 0
+    with bridge.linearised(TOKENS):
+        _, before = bridge.run_with_cache(TOKENS, names_filter=[query, key])
+        for name, nodes, parts, pos in (
+            (query, terms.queries, terms.query_parts * scale, 4),
+            (key, terms.keys, terms.key_parts, 2),
+        ):
+            head = 3 * before[name].shape[2] // bridge.cfg.n_heads
+            for at, node in [(at, node) for at, node in enumerate(nodes) if node.kind == "feature"][::3]:
+
+                def turned_up(features: Tensor, hook: object, node: Node = node) -> Tensor:
+                    features[0, node.pos, node.index] *= 2
+                    return features
+
+                with bridge.hooks(fwd_hooks=[(point, turned_up)]):
+                    _, after = bridge.run_with_cache(TOKENS, names_filter=name)
+                assert torch.allclose((after[name] - before[name])[0, pos, head], parts[at], rtol=0, atol=1e-8)
+                seen += float(parts[at].norm()) > 1e-4
+    assert seen > 4
+
+
+def test_a_score_that_is_not_there_is_refused(placed: tuple[TransformerBridge, list[str], AttributionGraph]) -> None:
+    bridge, points, _ = placed
+    for wrong, said in (
+        ({"layer": 2}, "in layer 2 that are hook points"), ({"head": 4}, "head is 4; there are 4"),
+        ({"query": 6}, "query is 6; there are 6"), ({"key": 5}, "does not attend to position 5"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            score_terms(bridge, TOKENS, points, **({"layer": 1, "head": 0, "query": 4, "key": 2} | wrong))
+    assert not bridge.hook_dict[points[0]].listeners
 
 
 def test_what_is_no_graph_is_refused(placed: tuple[TransformerBridge, list[str], AttributionGraph]) -> None:
