@@ -177,9 +177,7 @@ def evaluations(
     Raises:
         ValueError: as there.
     """
-    model_graph = Graph.of(bridge)
-    if graph != model_graph:
-        raise ValueError(f"the circuit is of {graph}, and this model is {model_graph}")
+    refuse_another_model(graph, bridge)
     one, two = pairs_of(bridge, clean, corrupted, model_kwargs)
     other = _other(graph, bridge, two, ablation, reference)
     with torch.no_grad():
@@ -192,6 +190,17 @@ def evaluations(
             share = int(mask.sum()) / graph.n_edges
             found.append(Evaluation(model, ablated, float(metric(alone)), float(metric(without)), share))
     return found
+
+
+def refuse_another_model(graph: Graph, bridge: TransformerBridge) -> None:
+    """Refuses a circuit of another graph than the model's.
+
+    Raises:
+        ValueError: it is.
+    """
+    model_graph = Graph.of(bridge)
+    if graph != model_graph:
+        raise ValueError(f"the circuit is of {graph}, and this model is {model_graph}")
 
 
 def _other(

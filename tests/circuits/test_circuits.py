@@ -305,3 +305,26 @@ def test_a_drawing_of_grouped_keys():
     circuit = Circuit.of_edges(graph, ["embed->L0G1.v", "L0H2->logits", "L0H3->logits"])
     assert joins(circuit) == [("L0G1.v", "L0H2"), ("L0G1.v", "L0H3")]
     assert _depths(circuit.graph)["L0G1.v"] < _depths(circuit.graph)["L0H2"]
+
+
+def test_the_benchmarks_file_is_written_and_read(gpt2, graph, tmp_path):
+    circuit, file = scores_of(graph).top(7), tmp_path / "circuit.json"
+    circuit.to_mib(file, gpt2)
+    again = Circuit.load(file)
+    assert again == circuit and torch.equal(again.scores, circuit.scores)
+    said = json.loads(file.read_text())
+    score = circuit.edges[0][2]
+    kept = {edge for edge, about in said["edges"].items() if about["in_graph"]}
+    assert len(kept) == 7 and len(said["edges"]) == graph.n_edges
+    assert {"input->a0.h0<q>", "a0.h1->m0", "m1->logits"} <= said["edges"].keys()
+    assert said["nodes"].keys() >= {"input", "a1.h1", "m0", "logits"}
+    assert any(said["edges"][edge]["score"] == score for edge in kept)
+    for wrong in ({"edges": dict(list(said["edges"].items())[1:])}, {"cfg": {**said["cfg"], "n_heads": 3}}):
+        file.write_text(json.dumps(said | wrong))
+        with pytest.raises(ValueError, match=r"circuit\.json holds no circuit that can be read: its edges are not"):
+            Circuit.load(file)
+    grouped = TransformerBridge(tiny("llama"))
+    with pytest.raises(ValueError, match="all with keys of their own"):
+        Circuit.of_edges(Graph.of(grouped), ["embed->logits"]).to_mib(file, grouped)
+    with pytest.raises(ValueError, match="the circuit is of"):
+        circuit.to_mib(file, grouped)
