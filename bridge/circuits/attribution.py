@@ -13,7 +13,7 @@ from bridge.analysis.analysis import refuse_training
 from bridge.bridge import TransformerBridge
 from bridge.circuits.circuits import EdgeScores
 from bridge.circuits.edge_runs import effects_of_edges
-from bridge.circuits.graph import Graph, Metric, Port, SenderOutputs, pairs_of, written, written_in_both
+from bridge.circuits.graph import Graph, Metric, Port, SenderOutputs, one_number, pairs_of, written, written_in_both
 from bridge.hooks.arguments import check_choice, check_positive, refuse_wrong_types
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.rows import tiled
@@ -189,7 +189,7 @@ class _Gradients:
                 fwd_hooks=put,
                 bwd_hooks=[(port.name, self._gather(port, n, weight, senders)) for port in self.graph.ports],
             )
-            total = torch.stack([self.metric(part) for part in logits.split(self.batch)]).sum()
+            total = torch.stack([one_number(self.metric, part) for part in logits.split(self.batch)]).sum()
             torch.autograd.grad(total, leaves)
 
     def _gather(self, port: Port, n: int, weight: float, senders: slice) -> Callable[..., None]:
@@ -380,7 +380,7 @@ def path_patching(
         if mine:
             hooks.append((port.name, _given(port, mine, inputs[port.name])))
     patched = bridge.run_with_hooks(pair[0], fwd_hooks=hooks)
-    return float(metric(patched)) - float(metric(one.logits))
+    return float(one_number(metric, patched)) - float(one_number(metric, one.logits))
 
 
 def _given(port: Port, which: list[int], stream: Tensor) -> Callable[..., Tensor]:

@@ -33,7 +33,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from adapters.sealed import sealed, unsealed
+from adapters.sealed import read_file, sealed
 from bridge.bridge import TransformerBridge
 from bridge.circuits.edge_runs import Curve, Evaluation, effects_of_edges, evaluations, refuse_another_model
 from bridge.circuits.graph import Graph, LayerShape, Metric, pairs_of
@@ -259,7 +259,7 @@ class Circuit:
         Args:
             bridge: the bridge.
             clean, corrupted: pairs of prompts, ``[batch, pos]``, or what a processor gives.
-            metric: from logits ``[batch, pos, d_vocab]`` to one number.
+            metric: from logits ``[batch, pos, d_vocab]`` to one number, or one for each prompt.
             ablation: see above.
             reference: for ``"mean"``: the prompts that the mean is over, ``[rows, pos]``; None: the corrupted ones.
             model_kwargs: what else the model takes with both prompts of a pair, such as ``pixel_values=``. Where each
@@ -367,24 +367,22 @@ class Circuit:
             >>> Circuit.load(path).edges
             [('embed', 'logits', 0.0)]
         """
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"path is {str(path)!r}, which is no file")
-        try:
-            content = unsealed(Path(path).read_bytes())
-            if {"cfg", "nodes", "edges"} <= content.keys():
-                return cls._of_mib(content)
-            if content.get("format") != _FORMAT:
-                raise ValueError("`Circuit.save` did not write it")
-            if content["version"] != _VERSION:
-                raise ValueError(f"it is of version {content['version']}; this package reads version {_VERSION}")
-            graph = Graph.from_dict(content["layers"])
-            mask = torch.zeros_like(graph.exists)
-            scores = torch.zeros(mask.shape, dtype=torch.float64)
-            for sender, receiver, score in content["edges"]:
-                at = graph.edge(f"{sender}->{receiver}")
-                mask[at], scores[at] = True, score
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} holds no circuit that can be read: {error}") from error
+        return read_file(path, "circuit", cls._of_file)
+
+    @classmethod
+    def _of_file(cls, content: dict[str, Any]) -> Circuit:
+        if {"cfg", "nodes", "edges"} <= content.keys():
+            return cls._of_mib(content)
+        if content.get("format") != _FORMAT:
+            raise ValueError("`Circuit.save` did not write it")
+        if content["version"] != _VERSION:
+            raise ValueError(f"it is of version {content['version']}; this package reads version {_VERSION}")
+        graph = Graph.from_dict(content["layers"])
+        mask = torch.zeros_like(graph.exists)
+        scores = torch.zeros(mask.shape, dtype=torch.float64)
+        for sender, receiver, score in content["edges"]:
+            at = graph.edge(f"{sender}->{receiver}")
+            mask[at], scores[at] = True, score
         return cls(graph, mask, scores)
 
     @classmethod
@@ -667,4 +665,5 @@ def faithfulness_curve(
     # The benchmark's code rounds down, and leaves out what is on no way from the embeddings to the logits.
     masks = [pick(int(share * whole), absolute).pruned().mask for share in shares]
     found = evaluations(scores.graph, masks, bridge, clean, corrupted, metric, ablation, reference, model_kwargs)
-    return Curve(tuple(shares), tuple(one.faithfulness for one in found))
+    each = [one.prompts for one in found if one.prompts is not None]
+    return Curve(tuple(shares), tuple(one.faithfulness for one in found), torch.stack(each).cpu() if each else None)

@@ -30,7 +30,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adapters.sealed import sealed, unsealed
+from adapters.sealed import read_file, sealed
 from adapters.views.basis import InBasis, dense
 from bridge.analysis.analysis import refuse_training
 from bridge.bases.bases import takes_over, written_later
@@ -293,12 +293,7 @@ class AttributionGraph:
             >>> torch.equal(AttributionGraph.load(path).adjacency, graph.adjacency)
             True
         """
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"path is {str(path)!r}, which is no file")
-        try:
-            return cls._of_file(unsealed(Path(path).read_bytes()))
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            raise ValueError(f"{path} holds no attribution graph that can be read: {error}") from error
+        return read_file(path, "attribution graph", cls._of_file)
 
     @classmethod
     def _of_file(cls, content: dict[str, Any]) -> AttributionGraph:
