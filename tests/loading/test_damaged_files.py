@@ -10,6 +10,7 @@ from adapters.kept import Declaration, DeclarationError
 from adapters.sealed import sealed, unsealed
 from bridge import TransformerBridge
 from bridge.circuits import Circuit, Graph
+from bridge.features import AttributionGraph, attribution_graph
 from bridge.interventions import Add, Interventions, InterventionsFileError, Set, load
 from bridge.lens import TunedLens
 from tests.conftest import tiny
@@ -71,6 +72,26 @@ class Circuital:
         return Circuit.load(path).edges
 
 
+class Graphed:
+    """A graph of features."""
+
+    error = ValueError
+
+    def __init__(self, bridge):
+        self.bridge, self.tokens = bridge, torch.tensor([[3, 4, 5]])
+        directions = torch.eye(32)[:, :3]
+        basis = {"encode": lambda x: (x @ directions).relu(), "decode": lambda features: features @ directions.T}
+        bridge.add_basis("blocks.0.hook_resid_post", "few", **basis)
+
+    def write(self, path):
+        found = attribution_graph(self.bridge, self.tokens, ["blocks.0.hook_resid_post.few"])
+        found.save(path, self.bridge, self.tokens)
+        return [path]
+
+    def read(self, path):
+        return sorted(vars(AttributionGraph.load(path)).items())
+
+
 class Declared:
     """A declaration, as it is kept of models."""
 
@@ -118,7 +139,7 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("times", [100, pytest.param(1000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", [Interventional, Circuital, Declared, Tuned])
+@pytest.mark.parametrize("kind", [Interventional, Circuital, Graphed, Declared, Tuned])
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of what it finds in a damaged pickle
 def test_damaged_files_never_give_another_number(tmp_path, kind, times):
     reader = kind(TransformerBridge(tiny("llama")))
