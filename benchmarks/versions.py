@@ -233,9 +233,10 @@ Thirteen classes whose mixture or block was another before 5.15 or 5.21 (DeepSee
 Granite's mixtures, Moshi) are inferred there from a run; later ones are declared. What a version computes wrongly
 itself, `adapters.verify` says.
 
-transformers 5.24 calls the model's argument `past_key_values` by another name, `cache`. All that is in its row passes there, and 172
-types that are declared prove themselves; but a run with `past_key_values=` is refused there, and what looks for keys and values of
-earlier tokens among a call's arguments does not find them. So `pyproject.toml` asks for a version before it.
+transformers 5.24 calls the model's argument `past_key_values` by another name, `cache`. All that is in its row passes
+there, and 172 types that are declared prove themselves; but a run with `past_key_values=` is refused there, and what
+looks for keys and values of earlier tokens among a call's arguments does not find them. So `pyproject.toml` asks for a
+version before it.
 
 The lower bounds in `pyproject.toml` are the lowest version of each library with which all works, beside torch 2.13.0 or
 transformers 5.23.0, but what is named above. Both together work but for transformers' own mixtures on a CPU. What is
