@@ -396,38 +396,31 @@ def test_requests_of_a_batch_and_programs_take_it_from_the_whole(tokens):
 
 @pytest.mark.parametrize("kernel", ["flash_attention_2"])
 @pytest.mark.parametrize("side", [None, "left", "right"])
-def test_kernels_that_are_no_torch_functions(kernel, side, tokens, made):
+def test_kernels_that_are_no_torch_functions(kernel, side, tokens, made, monkeypatch):
     """The kernel runs on all heads, and what comes of the touched ones is put in: its own tensor stays as it is."""
-    returned = []
+    returned, copies = [], []
 
     def own(*args, **kwargs):
         with torch._C.DisableTorchFunctionSubclass(), torch._C.DisableTorchFunction():
             returned.append(by_hand(*args, **kwargs)[0])
+            copies.append(returned[-1].clone())
         return returned[-1], None
 
-    ALL_ATTENTION_FUNCTIONS[kernel] = own
-    try:
-        bridge = TransformerBridge(windowed("window", kernel))
-        mask = torch.ones_like(tokens)
-        if side:
-            mask[0, slice(0, 4) if side == "left" else slice(5, 9)] = 0
-        with torch.no_grad():
-            whole = bridge.run_with_hooks(
-                tokens, attention_mask=mask, fwd_hooks=[(PATTERN, on_the_whole(softened, slice(1, 2)))]
-            )
-            returned.clear()
-            made.clear()
-            kept = []
-            fn = Touching(lambda x, hook: (kept.append(returned[-1].clone()), softened(x))[1], heads=1)
-            found = bridge.run_with_hooks(tokens, attention_mask=mask, fwd_hooks=[(PATTERN, Scale(0.25, heads=1))])
-            plain = bridge.run_with_hooks(tokens, attention_mask=mask, fwd_hooks=[(PATTERN, fn)])
-        real = mask.bool()
-        torch.testing.assert_close(found[real], whole[real], atol=2e-5, rtol=1e-5)
-        torch.testing.assert_close(plain[real], whole[real], atol=2e-5, rtol=1e-5)
-        assert {heads for heads, _ in made} == {1}
-        assert not torch.equal(returned[1][:, :, 1], torch.zeros_like(returned[1][:, :, 1]))
-    finally:
-        del ALL_ATTENTION_FUNCTIONS[kernel]
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, kernel, own)
+    bridge = TransformerBridge(windowed("window", kernel))
+    mask = torch.ones_like(tokens)
+    if side:
+        mask[0, slice(0, 4) if side == "left" else slice(5, 9)] = 0
+    real = mask.bool()
+    with torch.no_grad():
+        whole = on_the_whole(softened, slice(1, 2))
+        expected = bridge.run_with_hooks(tokens, attention_mask=mask, fwd_hooks=[(PATTERN, whole)])
+        made.clear()
+        for fn in (Scale(0.25, heads=1), Touching(lambda x, hook: softened(x), heads=1)):
+            found = bridge.run_with_hooks(tokens, attention_mask=mask, fwd_hooks=[(PATTERN, fn)])
+            torch.testing.assert_close(found[real], expected[real], atol=2e-5, rtol=1e-5)
+    assert {heads for heads, _ in made} == {1}
+    assert len(returned) > 2 and all(map(torch.equal, returned, copies))
 
 
 def test_flex_attention_with_a_block_mask():
