@@ -179,6 +179,11 @@ class Deferred:
         """The tensor at its site, or some of its rows."""
         return self.x if rows is None else self.x[..., rows, :]
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what it is computed from, row by row."""
+        return tuple(self.x.shape)
+
     def part(self, name: str, heads: Any, queries: Any) -> Tensor | None:
         """Some heads and queries of scores or a pattern, all axes there; None: it cannot be computed in parts.
 

@@ -483,6 +483,10 @@ class DeferredAttention(Deferred):
         return self.attention.n_queries
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        return score_shape(self.attention)
+
+    @property
     def keeps_more(self) -> bool:
         """Queries and keys grow with the prompt; scores and patterns with its square."""
         return False
@@ -502,7 +506,7 @@ class DeferredAttention(Deferred):
         """Some heads and queries, as `Deferred` says: no others are computed, and some queries after the other."""
         if not (self.view.identity or self.view.by_row):
             return None
-        shape, some = score_shape(self.attention), copy.copy(self)
+        shape, some = self.shape, copy.copy(self)
         some._heads = _entries("heads", heads, shape[1], name)
         rows = _entries("queries", queries, shape[2], name)
         some.call = replace(self.call, scratch=parameters_of_heads(self.call, (self.view,), some._heads))
