@@ -284,7 +284,10 @@ class ActivationCache(ResidualMethods):
         asked: dict[int, Plain] = {}
         for what, index, known in (("heads", heads, _HEADS), ("queries", queries, _QUERIES), ("keys", keys, _KEYS)):
             if index is not None:
-                if not (found := [axis for axis, said in enumerate(axes) if said in known]):
+                found = [axis for axis, said in enumerate(axes) if said in known]
+                if what == "heads":  # where a layer has a number of its own
+                    found += [axis for axis, said in enumerate(axes[:-1]) if said.isdigit()]
+                if not found:
                     raise ValueError(f"{full} has the axes [{' '.join(axes)}], and no {what} among them")
                 asked[found[0]] = plain(index)
         held = self._values.get(full)
