@@ -47,7 +47,7 @@ class Touching(TouchesPart):
         >>> with bridge.hooks(fwd_hooks=[("blocks.2.attn.hook_pattern", look)]):
         ...     _ = bridge("Mary and John went to the store")
         >>> seen
-        [torch.Size([1, 1, 3, 7])]
+        [torch.Size([1, 1, 4, 8])]
     """
 
     @refuse_wrong_types
