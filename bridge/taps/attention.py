@@ -10,6 +10,7 @@ Kernels that are no torch functions are reached through transformers' `Attention
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -43,6 +44,9 @@ from bridge.taps.attention_call import (
     with_heads,
 )
 from bridge.taps.taps import LOCK, RunCall, Tap, TappedCall, noop_hook
+
+#: Of so many scores, all heads and queries together, or fewer, the whole is quicker than a part beside the kernel.
+FEW_SCORES = 2**17
 
 _PRODUCT = ("q", "k")
 _INSIDE = ("scores", "pattern")
@@ -376,13 +380,11 @@ class _CallInRun(RunCall, ObservedAttentionCall):
 
     def touched(self, attention: AttentionCall) -> Touched | None:
         """As `ObservedAttentionCall` says: somebody who listens may need all, or the view of a hook point."""
-        visible = CURRENT.get().visible
-        packed = attention.query.shape[1] != attention.n_heads
-        if packed or self._shared is not None or any(scope in visible for scope in self.tap.opened):
+        if torch.compiler.is_compiling() or self._shared is not None or attention.query.shape[1] != attention.n_heads:
             return None
-        if torch.compiler.is_compiling():
+        visible, shape, found = CURRENT.get().visible, score_shape(attention), None
+        if math.prod(shape) <= FEW_SCORES or any(scope in visible for scope in self.tap.opened):
             return None
-        shape, found = score_shape(attention), None
         for point in self.active_points(_INSIDE):
             if point.sources or point.point.linked or not (point.view.identity or point.view.by_row):
                 return None

@@ -25,6 +25,12 @@ FAMILIES = [
 PATTERN, SCORES = "blocks.1.attn.hook_pattern", "blocks.1.attn.hook_attn_scores"
 
 
+@pytest.fixture(autouse=True)
+def however_few(monkeypatch):
+    """Of few scores the whole is quicker: here it is the parts that are looked at."""
+    monkeypatch.setattr("bridge.taps.attention.FEW_SCORES", 0)
+
+
 @pytest.fixture
 def made(monkeypatch):
     """Of how many heads and queries scores were made, call by call."""
@@ -264,6 +270,35 @@ def test_the_other_heads_are_the_kernels(tokens):
     assert not bool(other[:, [4, 8], 2].any())
     other[:, [4, 8], 2] = one[:, [4, 8], 2]
     assert torch.equal(one, other)
+
+
+def test_of_few_scores_the_whole_is_made(tokens, made, monkeypatch):
+    bridge, edit = TransformerBridge(tiny("llama")), [(PATTERN, Zero(heads=1))]
+    part = bridge.run_with_hooks(tokens, fwd_hooks=edit)
+    for few, heads in ((2 * 4 * 9 * 9, 4), (2 * 4 * 9 * 9 - 1, 1)):
+        monkeypatch.setattr("bridge.taps.attention.FEW_SCORES", few)
+        made.clear()
+        torch.testing.assert_close(bridge.run_with_hooks(tokens, fwd_hooks=edit), part, atol=2e-6, rtol=1e-5)
+        assert made == [(heads, 9)]
+
+
+def test_functions_of_gradients(tokens):
+    bridge, seen = TransformerBridge(tiny("llama")), []
+
+    def fn(gradient, hook):
+        seen.append(gradient.clone())
+        return gradient * 0
+
+    def whole(gradient, hook):
+        gradient[:, 2] = 0
+
+    slopes = []
+    for function in (Touching(fn, heads=2), whole):
+        bridge.original_model.zero_grad()
+        bridge.run_with_hooks(tokens, return_type="loss", bwd_hooks=[(PATTERN, function)]).backward()
+        slopes.append([x.grad.clone() for x in bridge.parameters() if x.grad is not None])
+    assert seen[0].shape == (2, 1, 9, 9) and seen[0].any()
+    assert all(map(torch.equal, *slopes))
 
 
 def test_a_hook_that_runs_the_model(tokens):
