@@ -2,8 +2,9 @@
 
     python benchmarks/long.py [POSITIONS ...]
 
-One layer of width 2,048, 32 heads with keys in 8 groups. Everything is done in turn in one process, on one thread, whose
-time is the processor's. Memory is the most that the process holds above what it held before, on Linux; the plain run's is taken off.
+One layer of width 2,048, 32 heads with keys in 8 groups. Everything is done in turn in one process, on one thread;
+time is the processor's. Memory is the most that the process holds above what it held before, on Linux, less the plain
+run's.
 """
 
 from __future__ import annotations

@@ -108,3 +108,17 @@ def test_what_is_refused(tokens):
     with pytest.raises(ValueError, match="max_bytes"):
         bridge.run_with_callback(tokens, PatternStatistics(), patterns, max_bytes=0)
     assert not bridge.wiring.listening
+
+
+@pytest.mark.parametrize("answers", [" John", [5, 7], [[1, 2, 3]] * 2])
+def test_attribution_to_logits_needs_one_term_beside_the_stack(answers, embedded, monkeypatch):
+    answers = answers if isinstance(answers, str) else torch.tensor(answers)
+    with torch.no_grad():
+        _, cache = embedded.run_with_cache(["Mary and", "John and"])
+        stack = cache.get_full_resid_decomposition(expand_neurons=False)
+        whole = cache.logit_attrs(stack, answers)
+        monkeypatch.setattr("bridge.analysis.residual._AT_ONCE", stack[0].numel())
+        torch.testing.assert_close(cache.logit_attrs(stack, answers), whole)
+        peak = peak_bytes(lambda: cache.logit_attrs(stack, answers))
+    assert len(stack) > 12
+    assert peak < 4 * stack[0].numel() * 4 + whole.numel() * 4 * 3
