@@ -34,12 +34,20 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from adapters.sealed import read_file, sealed
+from bridge.analysis.analysis import refuse_training
 from bridge.bridge import TransformerBridge
-from bridge.circuits.edge_runs import Curve, Evaluation, effects_of_edges, evaluations, refuse_another_model
-from bridge.circuits.graph import Graph, LayerShape, Metric, pairs_of
-from bridge.hooks.arguments import check_choice, refuse_wrong_types
+from bridge.circuits.edge_runs import (
+    Curve,
+    Evaluation,
+    effects_of_edges,
+    evaluations,
+    refuse_another_model,
+    trained_constants,
+)
+from bridge.circuits.graph import Graph, LayerShape, Metric, kl_divergence, pairs_of
+from bridge.hooks.arguments import check_choice, check_positive, refuse_wrong_types
 from bridge.patching.patching import texts_of
-from bridge.run.inputs import Prompts
+from bridge.run.inputs import Prompts, prompts_with
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What a picture of a circuit says of each node: where it stands, what it attends to, its direct effect.
@@ -245,14 +253,15 @@ class Circuit:
         clean: Prompts,
         corrupted: Prompts,
         metric: Metric,
-        ablation: str = "resample",
+        ablation: str | Float[Tensor, "sender d_model"] = "resample",
         reference: Prompts | None = None,
         **model_kwargs: Any,
     ) -> Evaluation:
         """How much of the model's behaviour the circuit has, and how much its complement.
 
         Every other edge carries what the ablation puts in its sender's place: of the corrupted run (``"resample"``),
-        the mean over prompts, position by position (``"mean"``), or nothing (``"zero"``, the embeddings included).
+        the mean over prompts, position by position (``"mean"``), nothing (``"zero"``, the embeddings included), or
+        constants, a vector for each sender, such as `optimal_constants`.
         Edges of the circuit carry what their senders write in this very run. Biases of output projections are no
         edges and stay.
 
@@ -282,6 +291,59 @@ class Circuit:
         return evaluations(
             self.graph, [self.mask], bridge, clean, corrupted, metric, ablation, reference, model_kwargs
         )[0]
+
+    @refuse_wrong_types
+    def optimal_constants(
+        self,
+        bridge: TransformerBridge,
+        prompts: Prompts,
+        loss: Metric | None = None,
+        steps: int = 100,
+        rate: float = 0.05,
+        **model_kwargs: Any,
+    ) -> Float[Tensor, "sender d_model"]:
+        """One constant for each sender that harms the circuit least when all other edges carry it: optimal ablation.
+
+        Means and zeros throw a model off by being unusual; what is left with the best constants is what the edges carry
+        (Li and Janson 2024, "Optimal Ablation for Interpretability"). They are trained by Adam from the senders' means,
+        in units of their spread; those of the step with the least loss are returned.
+
+        Args:
+            bridge: the bridge, in evaluation mode.
+            prompts: what they are trained on, ``[batch, pos]``, or what a processor gives. Evaluate on others.
+            loss: from logits to one number that is to be small; None: the divergence from the whole model's next tokens
+                at the last position.
+            steps: of training.
+            rate: of learning.
+            model_kwargs: what else the model takes with the prompts.
+
+        Returns:
+            The constants, for ``evaluate(ablation=)``.
+
+        Raises:
+            ValueError: a circuit of another model, training mode, no step, a rate that is not positive.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> from bridge.circuits import edge_attribution
+            >>> from bridge.tasks import embedded_pairs
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> pairs = embedded_pairs(bridge, "ioi", 4)
+            >>> scores = edge_attribution(bridge, pairs.clean, pairs.corrupted, pairs.metric())
+            >>> circuit = scores.greedy(100)
+            >>> constants = circuit.optimal_constants(bridge, pairs.clean, steps=3)
+            >>> found = circuit.evaluate(bridge, pairs.clean, pairs.corrupted, pairs.metric(), constants)
+        """
+        refuse_another_model(self.graph, bridge)
+        refuse_training(bridge)
+        check_positive("steps", steps)
+        if rate <= 0:
+            raise ValueError(f"rate is {rate}; it must be more than 0")
+        given = prompts_with(bridge, prompts, model_kwargs)
+        if loss is None:
+            with torch.no_grad():
+                loss = kl_divergence(bridge(given))
+        return trained_constants(self.graph, self.mask, bridge, given, loss, steps, rate)
 
     @refuse_wrong_types
     def save(self, path: str | Path) -> None:
@@ -632,7 +694,7 @@ def faithfulness_curve(
     clean: Prompts,
     corrupted: Prompts,
     metric: Metric,
-    ablation: str = "resample",
+    ablation: str | Float[Tensor, "sender d_model"] = "resample",
     shares: Sequence[float] = SHARES,
     choose: str = "top",
     absolute: bool = True,

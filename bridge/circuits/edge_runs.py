@@ -31,7 +31,6 @@ from bridge.patching.runs import Edit, Patch, PatchedRuns
 from bridge.run.inputs import Prompts, prompts_with
 
 
-@torch.no_grad()
 def run_with_edges_replaced(
     graph: Graph,
     bridge: TransformerBridge,
@@ -60,7 +59,7 @@ def run_with_edges_replaced(
 
     def write(sender: int, parts: Float[Tensor, "part rows pos d_model"]) -> None:
         here, at = parts.unflatten(1, (sets, -1)).movedim(1, 0), slice(sender, sender + len(parts))
-        torch.sub(other[at], here, out=change[:, at])
+        change[:, at] = other[at] - here
 
     def see(activation: Tensor, hook: HookPoint) -> None:
         """Notes what a layer's senders write; heads count when all that is needed of them was seen."""
@@ -246,7 +245,7 @@ def evaluations(
     clean: Prompts,
     corrupted: Prompts,
     metric: Metric,
-    ablation: str,
+    ablation: str | Float[Tensor, "sender d_model"],
     reference: Prompts | None,
     model_kwargs: Mapping[str, Any],
 ) -> list[Evaluation]:
@@ -279,6 +278,40 @@ def evaluations(
     return found
 
 
+def trained_constants(
+    graph: Graph,
+    mask: Bool[Tensor, "receiver sender"],
+    bridge: TransformerBridge,
+    prompts: Mapping[str, Any],
+    loss: Metric,
+    steps: int,
+    rate: float,
+) -> Float[Tensor, "sender d_model"]:
+    """What `Circuit.optimal_constants` returns.
+
+    Args:
+        graph: the graph.
+        mask: the edges of the circuit.
+        bridge, prompts, loss, steps, rate: as there.
+    """
+    parts = written(graph, bridge, prompts).parts
+    means = parts.mean((1, 2), keepdim=True)
+    sizes = (parts - means).square().mean((1, 2, 3), keepdim=True).sqrt()
+    moved = torch.zeros_like(means, requires_grad=True)
+    optimizer, least, best = torch.optim.Adam([moved], lr=rate), torch.inf, moved.detach().clone()
+    replaced = (graph.exists & ~mask)[None]
+    with torch.enable_grad():
+        for _ in range(steps):
+            found = one_number(
+                loss, run_with_edges_replaced(graph, bridge, prompts, means + sizes * moved, replaced)[0]
+            )
+            if found.item() < least:
+                least, best = found.item(), moved.detach().clone()
+            (moved.grad,) = torch.autograd.grad(found, [moved])
+            optimizer.step()
+    return (means + sizes * best)[:, 0, 0]
+
+
 def refuse_another_model(graph: Graph, bridge: TransformerBridge) -> None:
     """Refuses a circuit of another graph than the model's.
 
@@ -294,10 +327,17 @@ def _other(
     graph: Graph,
     bridge: TransformerBridge,
     corrupted: Mapping[str, Any],
-    ablation: str,
+    ablation: str | Float[Tensor, "sender d_model"],
     reference: Prompts | None,
 ) -> Float[Tensor, "sender batch_or_one pos d_model"]:
     """What replaces the senders."""
+    if isinstance(ablation, Tensor):
+        wanted = [len(graph.senders), bridge.cfg.d_model]
+        if list(ablation.shape) != wanted:
+            raise ValueError(
+                f"ablation has shape {list(ablation.shape)}; constants are a vector for each sender, {wanted}"
+            )
+        return ablation.to(bridge.cfg.device, bridge.cfg.dtype)[:, None, None]
     check_choice("ablation", ablation, ABLATIONS)
     if reference is not None and ablation != "mean":
         raise ValueError(f"reference prompts are for the mean; the ablation is {ablation!r}")

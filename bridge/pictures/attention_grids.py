@@ -299,8 +299,8 @@ def residual_norms(
         alt.Tooltip("component:N", title="component"),
         alt.Tooltip("v:Q", title="norm"),
     ]
-    each = base.mark_line(strokeWidth=1, opacity=0.45, color=colour("line")).encode(detail="p:N")
-    dots = base.mark_circle(size=28, opacity=0.75, color=colour("line")).encode(tooltip=tooltip)
+    each = base.mark_line(strokeWidth=1, strokeOpacity=0.45, color=colour("line")).encode(detail="p:N")
+    dots = base.mark_circle(size=28, fillOpacity=0.75, color=colour("line")).encode(tooltip=tooltip)
     median = base.mark_line(strokeWidth=3, color=colour("accent")).encode(y="median(v):Q", tooltip=alt.Tooltip(
         "median(v):Q", title="median over positions", format=".3~g"
     ))  # fmt: skip

@@ -151,7 +151,7 @@ class GraphDrawing:
         return (
             rows_chart(self._points(range(len(self.scores), len(self.pairs))))
             .transform_filter("datum.m >= least")
-            .mark_line(interpolate="basis", strokeWidth=1.5, strokeDash=[2, 3], color=colour("ink"), opacity=0.6)
+            .mark_line(interpolate="basis", strokeWidth=1.5, strokeDash=[2, 3], color=colour("ink"), strokeOpacity=0.6)
             .encode(x=x, y=y, detail="e:N", order="o:Q")
         )
 
@@ -171,7 +171,7 @@ class GraphDrawing:
                 detail="e:N",
                 order="o:Q",
                 color=self.hue,
-                opacity=alt.condition(other, alt.value(0.12), alt.value(0.85)),
+                strokeOpacity=alt.condition(other, alt.value(0.12), alt.value(0.85)),
                 strokeWidth=alt.StrokeWidth(
                     "size:Q", scale=alt.Scale(domain=[0, largest], range=[0.8, 9]), legend=None
                 ),

@@ -17,6 +17,7 @@ from bridge.circuits import (
     edge_attribution,
     edge_effects,
     faithfulness_curve,
+    kl_divergence,
     logit_difference,
 )
 from bridge.circuits.circuits import _depths, _joins
@@ -24,7 +25,7 @@ from bridge.circuits.edge_runs import Evaluation
 from bridge.circuits.graph import written
 from bridge.tasks import embedded_pairs
 from tests.circuits.by_hand import ByHand
-from tests.conftest import tiny
+from tests.conftest import tiny, torch_hooks
 
 
 def scores_of(graph, seed=0):
@@ -113,6 +114,32 @@ def test_faithfulness_by_hand(gpt2, graph, clean, corrupted, metric):
             assert found.complement_faithfulness == pytest.approx((without - ablated) / (model - ablated))
     assert found.share == circuit.n_edges / graph.n_edges
     assert circuit.evaluate(gpt2, clean, corrupted, metric).ablated == pytest.approx(metric(gpt2(corrupted)).item())
+
+
+def test_optimal_constants(gpt2, graph, clean, corrupted, metric):
+    """They are put in the senders' places, and harm less than means and zeros do, which are where they could stay."""
+    circuit = scores_of(graph).top(graph.n_edges // 2)
+    constants = torch.randn(len(graph.senders), 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    hand = ByHand(gpt2.original_model, graph)
+    every = {(graph.receivers[r], graph.senders[s]) for r, s in graph.exists.nonzero().tolist()}
+    other = {name: constants[at].expand(*clean.shape, -1) for at, name in enumerate(graph.senders)}
+    with torch.no_grad():
+        right = metric(hand(clean, replaced=every - {(r, s) for s, r, _ in circuit.edges}, other=other)).item()
+    assert circuit.evaluate(gpt2, clean, corrupted, metric, constants).circuit == pytest.approx(right)
+    with torch.no_grad():
+        divergence = kl_divergence(gpt2(clean))
+    losses = {}
+    best = circuit.optimal_constants(gpt2, clean, steps=60, rate=0.1)
+    means = written(graph, gpt2, clean).parts.mean((1, 2))
+    for name, ablation in {"best": best, "means": means, "zero": "zero"}.items():
+        losses[name] = circuit.evaluate(gpt2, clean, corrupted, divergence, ablation).circuit
+    assert losses["best"] < 0.5 * min(losses["means"], losses["zero"]) and not best.requires_grad
+    assert torch.equal(circuit.optimal_constants(gpt2, clean, steps=1), means)  # the first step is the means themselves
+    assert all(parameter.grad is None for parameter in gpt2.parameters()) and torch_hooks(gpt2.original_model) == 0
+    with pytest.raises(ValueError, match=r"ablation has shape \[3, 32\]"):
+        circuit.evaluate(gpt2, clean, corrupted, metric, constants[:3])
+    with pytest.raises(ValueError, match="rate is 0"):
+        circuit.optimal_constants(gpt2, clean, rate=0.0)
 
 
 def test_the_mean_over_other_prompts(gpt2, graph, clean, corrupted, metric):

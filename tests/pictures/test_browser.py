@@ -230,7 +230,8 @@ def test_a_click_on_a_node_shows_its_edges_its_effect_and_its_pattern(browser, t
     wanted = {f"{s} to {r}" for s, r, _ in circuit.edges if {s, r} & near}
     assert {text for text in said if " to " in text and ";" not in text and "Click" not in text} == wanted
     bright = (
-        "[...document.querySelectorAll('.mark-line path')].filter((p) => p.getAttribute('opacity') === '0.85').length"
+        "[...document.querySelectorAll('.mark-line path')]"
+        ".filter((p) => p.getAttribute('stroke-opacity') === '0.85').length"
     )
     assert browser.evaluate(bright) == len(wanted)
     cells = browser.evaluate(
