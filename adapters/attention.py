@@ -203,6 +203,10 @@ def with_sinks(scores: Tensor, sinks: Float[Tensor, " head"]) -> Tensor:
     return torch.cat([scores, sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], dim=-1)
 
 
+#: How many numbers of a softmax are in memory in float32, where they are written over scores of another precision.
+_AT_ONCE = 2**20
+
+
 def pattern_of(scores: Tensor, over: bool = False) -> Tensor:
     """The softmax of scores, in float32 at least.
 
@@ -211,9 +215,14 @@ def pattern_of(scores: Tensor, over: bool = False) -> Tensor:
         over: nobody needs them any more, so that the pattern may be written over them.
     """
     wide = scores.dtype if scores.dtype == torch.float64 else torch.float32
-    if over and scores.is_cpu and scores.dtype == wide and writes_over():
+    if not (over and writes_over()):
+        return scores.softmax(-1, dtype=wide).to(scores.dtype)
+    if scores.is_cpu and scores.dtype == wide:
         return torch.softmax(scores, -1, out=scores)  # on the CPU, row by row
-    return scores.softmax(-1, dtype=wide).to(scores.dtype)
+    rows = max(1, _AT_ONCE * scores.shape[-2] // max(1, scores.numel()))
+    for piece in scores.split(rows, -2):  # some queries after the other: the wide ones take more room than the scores
+        piece.copy_(piece.softmax(-1, dtype=wide))
+    return scores
 
 
 def result_of(

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from adapters.points import Point, module_at
 from adapters.views import Deferred
-from bridge.analysis.analysis import Index, pick, plain
+from bridge.analysis.analysis import Index, Plain, pick, plain
 from bridge.analysis.layer_outputs import path_of_norm
 from bridge.analysis.residual import ResidualMethods
 from bridge.hooks.arguments import BatchAxisError, refuse_wrong_types, shown
@@ -44,6 +45,10 @@ _READ_BY_WEIGHTS = (".attn.hook_z", ".attn.hook_result", ".mlp.hook_post", ".hoo
 #: Those where the weights stand that begin a stream, or make logits of it, which need not be cached themselves.
 _ENDS = ("hook_full_embed", "ln_final.hook_scale", "unembed.hook_in")
 
+#: Axes of heads, of queries and of keys: where scores and patterns wait to be computed, the first two are axes 1 and 2.
+_HEADS, _QUERIES, _KEYS = (
+    ("n_heads", "n_key_value_heads"), ("pos", "decoder_pos"), ("key_pos", "decoder_key_pos"),
+)  # fmt: skip
 #: What caches of TransformerLens have besides, and what to use.
 _ELSEWHERE = {
     "compute_ssm_effective_attention": "the hook points of the mixer show what it computes (docs/hook_points.md)",
@@ -241,6 +246,58 @@ class ActivationCache(ResidualMethods):
             reason = "it was not asked for, or did not run" if known else "no hook point has this name"
             raise KeyError(f"{name!r} is not in the cache: {reason}.{suggestion(name, self._values)}")
         return found
+
+    @refuse_wrong_types
+    def part(
+        self,
+        name: str,
+        layer: int | None = None,
+        *,
+        heads: Index = None,
+        queries: Index = None,
+        keys: Index = None,
+    ) -> Float[Tensor, "..."]:
+        """Some heads, queries or keys of scores or a pattern, of which no others are computed where nobody has yet.
+
+        A cache holds queries and keys until somebody asks for a pattern. One head of a long prompt then takes one
+        head's time and memory, ``cache["pattern", layer]`` all of them.
+
+        Args:
+            name: of the hook point, such as ``pattern``; any activation with these axes will do.
+            layer: its layer, where the name does not say it.
+            heads, queries, keys: an index (the axis goes), a tuple ``(start, stop)``, a slice, or a list; None: all.
+
+        Raises:
+            ValueError: the activation has no such axis.
+            IndexError: there are no such heads, queries or keys.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> _, cache = bridge.run_with_cache("Mary and John")
+            >>> cache.part("pattern", 2, heads=3).shape, cache.part("pattern", 2, heads=[0, 3], queries=-1).shape
+            (torch.Size([1, 4, 4]), torch.Size([1, 2, 4]))
+        """
+        full = self._canonical(name if layer is None else (name, layer))
+        axes = (self._axes(full.removesuffix("_grad")) or "").split()
+        axes = axes if self.has_batch_dim else axes[1:]
+        asked: dict[int, Plain] = {}
+        for what, index, known in (("heads", heads, _HEADS), ("queries", queries, _QUERIES), ("keys", keys, _KEYS)):
+            if index is not None:
+                found = [axis for axis, said in enumerate(axes) if said in known]
+                if what == "heads":  # where a layer has a number of its own
+                    found += [axis for axis, said in enumerate(axes[:-1]) if said.isdigit()]
+                if not found:
+                    raise ValueError(f"{full} has the axes [{' '.join(axes)}], and no {what} among them")
+                asked[found[0]] = plain(index)
+        held = self._values.get(full)
+        value = held.part(full, asked.get(1), asked.get(2)) if isinstance(held, Deferred) else None
+        if value is not None:
+            asked |= {axis: 0 if isinstance(asked[axis], int) else None for axis in asked.keys() & {1, 2}}
+        value = self[full] if value is None else value
+        for axis in sorted(asked, reverse=True):  # an index takes its axis away
+            value = pick(value, asked[axis], axis)
+        return value
 
     def _canonical(self, key: str | tuple[Any, ...]) -> str:
         if not isinstance(key, str | tuple) or not key:

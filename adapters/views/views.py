@@ -76,6 +76,20 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some heads and queries of scores or a pattern, ``[batch head pos key_pos]``.
+
+    Attributes:
+        shape: of the whole, as its hook point shows it.
+        heads, queries: which, in ascending order, on the CPU.
+    """
+
+    shape: tuple[int, int, int, int]
+    heads: Tensor
+    queries: Tensor
+
+
 @dataclass(slots=True)
 class Call:
     """One call of a hooked module, as the views see it.
@@ -86,6 +100,7 @@ class Call:
         sources: for each of the point's source sites, the module that was called there and the tensor seen there.
         scratch: a dictionary shared by the points that stand on this site, for this call only.
         private: the tensor at the site was made for the one hook point there: nobody else holds it.
+        part: which heads and queries the tensor at the site holds; None: all.
     """
 
     module: nn.Module
@@ -94,6 +109,7 @@ class Call:
     sources: tuple[tuple[nn.Module, Tensor], ...] = ()
     scratch: dict[str, Any] = field(default_factory=dict)
     private: bool = False
+    part: Part | None = None
 
     @property
     def input(self) -> Tensor:
@@ -162,6 +178,20 @@ class Deferred:
     def _at_site(self, rows: slice | Tensor | None) -> Tensor:
         """The tensor at its site, or some of its rows."""
         return self.x if rows is None else self.x[..., rows, :]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what it is computed from, row by row."""
+        return tuple(self.x.shape)
+
+    def part(self, name: str, heads: Any, queries: Any) -> Tensor | None:
+        """Some heads and queries of scores or a pattern, all axes there; None: it cannot be computed in parts.
+
+        Args:
+            name: of the hook point, for the error.
+            heads, queries: what these axes are indexed with; None: all.
+        """
+        return None
 
     def value(self, name: str, rows: slice | Tensor | None = None) -> Tensor:
         """The activation.

@@ -112,6 +112,10 @@ class AnalysedRun(Mapping[str, Tensor]):
     def cache_dict(self) -> dict[str, Tensor]:
         """All of them, by canonical name."""
 
+    @abstractmethod
+    def part(self, name: str, layer: int | None = None, *, heads: Index = None) -> Tensor:
+        """Some heads of one of them, of which no others are computed where nobody has yet."""
+
 
 @runtime_checkable
 class HasSlice(Protocol):

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int, Num
 from torch import Tensor
 
+from bridge.analysis.analysis import AnalysedRun
 from bridge.hooks.arguments import check_choice, heads_shown, refuse_wrong_types
 from bridge.hooks.asked import StudiedBridge
 
@@ -136,10 +137,10 @@ def _detect(
         _, cache = model.run_with_cache(tokens, names_filter=names)
     scores = torch.full((cfg.n_layers, max(_n_heads(model, i) for i in range(cfg.n_layers))), -1.0, dtype=cfg.dtype)
     for layer, some in heads.items():
-        attention = _cached_pattern(cache, f"blocks.{layer}.attn.hook_pattern", length)
         for head in some:
+            attention = _cached_pattern(cache, f"blocks.{layer}.attn.hook_pattern", length, head)
             scores[layer, head] = compute_head_attention_similarity_score(
-                attention[head], pattern.to(attention.device), **options
+                attention, pattern.to(attention.device), **options
             )
     return scores
 
@@ -157,21 +158,21 @@ def _checked_pattern(pattern: Tensor, length: int, options: Mapping[str, Any]) -
     return pattern
 
 
-def _cached_pattern(cache: Mapping[str, Tensor], name: str, length: int) -> Float[Tensor, "head query key"]:
-    """What a layer's heads attend to in the text.
+def _cached_pattern(cache: Mapping[str, Tensor], name: str, length: int, head: int) -> Float[Tensor, "query key"]:
+    """What a head attends to in the text; of a cache that still has to compute it, no other head's is computed.
 
     Raises:
         HeadDetectionError: it is not in the cache, or of another input.
     """
     if name not in cache:
         raise HeadDetectionError(f"the cache does not hold {name}: leave it out, or make it with that name")
-    attention = cache[name]
+    attention = cache.part(name, heads=[head]) if isinstance(cache, AnalysedRun) else cache[name]
     if attention.ndim == 4 and len(attention) == 1:
         attention = attention[0]
     if attention.shape[1:] != (length, length):
         shape = list(attention.shape)
         raise HeadDetectionError(f"the cache is of another input: its pattern is {shape}, the text {length} tokens")
-    return attention
+    return attention[0 if isinstance(cache, AnalysedRun) else head]
 
 
 def _n_heads(model: StudiedBridge, layer: int) -> int:

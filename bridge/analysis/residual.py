@@ -209,6 +209,10 @@ def _check_fits(
         )
 
 
+#: How many numbers of terms behind the final norm are in memory at once, where they make a number for each position.
+_AT_ONCE = 2**24
+
+
 def logit_attributions(
     cache: AnalysedRun,
     residual_stack: Float[Tensor, "component *batch_pos d_model"],
@@ -257,11 +261,15 @@ def logit_attributions(
                 warnings.warn(_LEFT_OUT, stacklevel=3)
         if norm_weights and weight is not None:
             directions = directions * weight.to(directions.device)
-        terms = through_norm(cache, residual_stack, None, False, pos_slice, batch_slice, has_batch_dim)
-        directions = _broadcastable(directions.to(terms.device), terms, has_batch_dim)
-        if directions.ndim == 1 and directions.dtype == terms.dtype:
-            return terms @ directions
-        return (terms * directions).sum(-1)
+        # Some terms after the other: what the norm leaves of all of them is as large as the stack.
+        at_once = max(1, len(residual_stack) * _AT_ONCE // max(1, residual_stack.numel()))
+        found = []
+        for some in residual_stack.split(at_once) if residual_stack.ndim == 4 else (residual_stack,):
+            terms = through_norm(cache, some, None, False, pos_slice, batch_slice, has_batch_dim)
+            along = _broadcastable(directions.to(terms.device), terms, has_batch_dim)
+            plain = along.ndim == 1 and along.dtype == terms.dtype
+            found.append(terms @ along if plain else (terms * along).sum(-1))
+        return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def _broadcastable(directions: Tensor, terms: Tensor, has_batch_dim: bool) -> Tensor:

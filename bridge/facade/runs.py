@@ -165,6 +165,8 @@ class RunMethods(HookMethods, TokenMethods):
         input: Input,
         callback: Callable[[Tensor, HookPoint], None],
         names_filter: NamesFilter | HookPoint = None,
+        *,
+        max_bytes: int | None = None,
         **forward_kwargs: Any,
     ) -> Any:
         """Runs the model and gives each activation to a function as it comes, in place of a cache.
@@ -176,6 +178,9 @@ class RunMethods(HookMethods, TokenMethods):
             callback: called as ``callback(activation, point)``, in the order of the computation. It must not change
                 the activation; `run_with_hooks` is for that.
             names_filter: which hook points, as for `run_with_cache`.
+            max_bytes: about how much memory scores and patterns may take at once: each then comes in pieces, some
+                queries after the other, ``[batch, head, some queries, key]``, of which no others are in memory
+                (`bridge.analysis.patterns` has statistics of such pieces). None: each comes whole.
             forward_kwargs: as for `forward`.
 
         Returns:
@@ -195,7 +200,7 @@ class RunMethods(HookMethods, TokenMethods):
             >>> len(norms) == bridge.cfg.n_layers
             True
         """
-        with watching(self.wiring, self.points_of_run(names_filter, forward_kwargs), callback):
+        with watching(self.wiring, self.points_of_run(names_filter, forward_kwargs), callback, max_bytes):
             return self.forward(input, **forward_kwargs)
 
     def run_with_hooks(

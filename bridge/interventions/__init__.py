@@ -19,6 +19,7 @@ from bridge.interventions.operations import (
     Set,
     Zero,
 )
+from bridge.interventions.touching import Touching
 
 __all__ = [
     "OPERATIONS",
@@ -38,6 +39,7 @@ __all__ = [
     "Replace",
     "Scale",
     "Set",
+    "Touching",
     "Zero",
     "load",
 ]

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from adapters.views import Part
 from bridge.hooks.arguments import check_choice
-from bridge.hooks.context import CURRENT
+from bridge.hooks.context import CURRENT, HookFunction
 from bridge.hooks.hooks import HookPoint
+from bridge.hooks.parts import MAX_BYTES, Touched, TouchesPart, picked
 from bridge.hooks.rows import BatchRows
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -310,7 +313,7 @@ _PARTS = ("all", "prompt", "generated")
 
 
 @dataclass(frozen=True, repr=False, eq=False, kw_only=True)
-class Operation:
+class Operation(TouchesPart):
     """A change of an activation that is data: a hook function, called as ``operation(activation, hook)``.
 
     Without any of the arguments that follow, the whole activation is meant. An index is a number, several, or a slice.
@@ -514,6 +517,10 @@ class Operation:
 
     def mask(self, activation: Tensor, hook: HookPoint) -> Tensor | None:
         """Where it acts, as a mask that broadcasts over the activation; None: everywhere."""
+        return _all_of(self.masks(activation, hook))
+
+    def masks(self, activation: Tensor, hook: HookPoint) -> list[Tensor]:
+        """Masks that broadcast over the activation; it acts where all are true."""
         masks: list[Tensor] = []
         axes = hook.point.axes.split()
         for field in _WHERE:
@@ -539,10 +546,41 @@ class Operation:
             masks.append(along(places < first if self.part == "prompt" else places >= first, axis, activation.ndim))
         if self.where is not None:
             masks.append(self.where.mask(activation, hook))
-        found: Tensor | None = None
-        for mask in masks:
-            found = mask if found is None else found & mask
-        return found
+        return masks
+
+    # Of scores and patterns, which heads and queries it touches: no others are made for it.
+
+    def touched(self, shape: tuple[int, int, int, int], hook: HookPoint) -> Touched | None:
+        """Which heads and queries it touches."""
+        if self.heads is None and self.positions is None and self.part == "all" and not self.from_step:
+            return None
+        heads, queries = torch.ones(shape[1], dtype=torch.bool), torch.ones(shape[2], dtype=torch.bool)
+        for mask in replace(self, where=None).masks(torch.empty(()).expand(shape), hook):
+            heads &= mask.amax((0, 2, 3))
+            queries &= mask.amax((0, 1, 3))
+        return Touched(heads, queries, MAX_BYTES)
+
+    def within(self, part: Part, hook: HookPoint) -> HookFunction:
+        """The same, of a part: its numbers for heads are those of the part's."""
+        own: dict[str, Any] = {
+            name: picked(value, {value.ndim - 3: part.heads})
+            for name in self.numbers
+            if isinstance(value := getattr(self, name), Tensor) and value.ndim > 2 and value.shape[-3] > 1
+        }
+        made, places = replace(self, **own) if own else self, {1: part.heads, 2: part.queries}
+
+        def change(activation: Tensor, hook: HookPoint, **inputs: Tensor) -> Tensor:
+            new = made.made(activation, hook, inputs)
+            masks = self.masks(activation.new_empty(()).expand(part.shape), hook)
+            mask = _all_of([picked(x, {a: i for a, i in places.items() if x.shape[a] > 1}) for x in masks])
+            return new if mask is None else torch.where(mask, new, activation)
+
+        return change
+
+
+def _all_of(masks: Sequence[Tensor]) -> Tensor | None:
+    """Where all masks are true; None: there are none."""
+    return functools.reduce(torch.logical_and, masks) if masks else None
 
 
 def _code(value: object) -> str:
@@ -807,6 +845,9 @@ class Mean(Operation):
     def mixes_rows(self) -> bool:
         return self.over == "rows"
 
+    def touched(self, shape: tuple[int, int, int, int], hook: HookPoint) -> Touched | None:
+        return None if self.over == "heads" else super().touched(shape, hook)
+
     def check_point(self, hook: HookPoint) -> None:
         super().check_point(hook)
         axis_of(self.over, hook)
@@ -950,6 +991,10 @@ class Replace(Operation):
     @property
     def chooses_tokens(self) -> bool:
         return True  # those that the other run has
+
+    def touched(self, shape: tuple[int, int, int, int], hook: HookPoint) -> Touched | None:
+        found = super().touched(shape, hook)
+        return None if found is None else Touched(found.heads, torch.ones_like(found.queries), None)
 
     def made(self, activation: Tensor, hook: HookPoint, inputs: Mapping[str, Tensor]) -> Tensor:
         source: Tensor = self.number("source", activation, inputs, hook)

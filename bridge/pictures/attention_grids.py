@@ -26,6 +26,8 @@ from bridge.pictures.style import (
     without_batch,
 )
 
+#: How many queries or keys are shown one by one; where there are more, cells are of blocks of them.
+LONGEST = 256
 #: The pixels that an overview may take, across and down.
 SCREEN = (1100, 780)
 
@@ -40,6 +42,10 @@ def attention(
     title: str = "Attention patterns",
 ) -> Picture:
     """Who attends to whom: one panel for each head, queries down, keys across. Hovering names the pair.
+
+    Of more than `LONGEST` tokens, a cell is of a block of queries and keys, and the picture says so: what a query of it
+    gives to its keys together, the mean over its queries; of scores, the highest. Below the title stands what that
+    leaves out: the largest weight of a single pair, and the block that it is in.
 
     Args:
         pattern: ``cache["pattern", layer]``, ``[head, query, key]`` with a batch axis of 1 in front or without; one
@@ -92,8 +98,14 @@ def attention(
             values, sides = values.transpose(0, 1), (short, sides[0])
         gap = "" if heads is None else " "
         panels = [f"{b}{gap}{a}" if sides[0] is short else f"{a}{gap}{b}" for a in sides[0] for b in sides[1]]
-    flat = values.reshape(-1, *values.shape[-2:])
     weights = bool((values >= 0).all() and (values <= 1 + 1e-3).all())
+    told: str | alt.Title = title
+    size = -(-max(len(labels), len(keys)) // LONGEST)
+    if size > 1:
+        values, dropped = _in_blocks(values, size, weights)
+        labels, keys = _block_labels(labels, size), _block_labels(keys, size)
+        told = alt.Title(title, subtitle=dropped)
+    flat = values.reshape(-1, *values.shape[-2:])
     longest = max(len(labels), len(keys))
     cell = _overview_cell(longest, *map(len, sides)) if sides else max(3.0, min(18.0, 220 / longest))
     return grid(
@@ -102,11 +114,34 @@ def attention(
         Axis("key", keys, cell),
         sequential() if weights else diverging(limit(values)),
         "weight" if weights else "score",
-        title,
+        told,
         panels=panels if values.ndim > 2 else None,
         panels_wide=min(4, n_heads),
         sides=sides,
     )
+
+
+def _in_blocks(
+    values: Float[Tensor, "*any query key"], size: int, weights: bool
+) -> tuple[Float[Tensor, "*any query_block key_block"], str]:
+    """A pattern of blocks, and what that leaves out, in words."""
+    by_key = torch.stack([x.sum(-1) if weights else x.amax(-1) for x in values.split(size, -1)], -1)
+    blocks = torch.stack([x.mean(-2) if weights else x.amax(-2) for x in by_key.split(size, -2)], -2)
+    cells = f"a cell is of {size} queries and {size} keys"
+    if not weights:
+        return blocks, f"{cells}: the highest score in it; lower ones are not shown"
+    place = tuple(int(i) for i in torch.unravel_index(values.argmax(), values.shape))
+    cell = blocks[(*place[:-2], place[-2] // size, place[-1] // size)]
+    return blocks, (
+        f"{cells}: what a query gives to the keys, on average; which of them is not shown (the largest weight, "
+        f"{float(values[place]):.2f} of query {place[-2]} to key {place[-1]}, is in a cell of {float(cell):.2f})"
+    )
+
+
+def _block_labels(labels: list[str], size: int) -> list[str]:
+    """The names of blocks: the first and the last token of each, and where they are."""
+    ends = [(first, min(first + size, len(labels)) - 1) for first in range(0, len(labels), size)]
+    return [f"{first}{labels[first]} to {last}{labels[last]}" for first, last in ends]
 
 
 def _overview_cell(n: int, down: int, across: int) -> float:

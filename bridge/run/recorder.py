@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from adapters.views import Args, Call, Deferred, Kwargs
-from bridge.hooks.arguments import BatchAxisError
+from bridge.hooks.arguments import BatchAxisError, check_positive
 from bridge.hooks.context import Listener, Scope, of_the_next_run
 from bridge.hooks.hooks import HookPoint
+from bridge.hooks.parts import rows_within
 from bridge.wiring.reading_plan import ReadSite
 from bridge.wiring.wiring import Wiring
 
@@ -321,7 +322,10 @@ def _index(pos_slice: PosSlice, length: int, hook: HookPoint, device: torch.devi
 
 @contextmanager
 def watching(
-    wiring: Wiring, points: Sequence[HookPoint], callback: Callable[[Tensor, HookPoint], None]
+    wiring: Wiring,
+    points: Sequence[HookPoint],
+    callback: Callable[[Tensor, HookPoint], None],
+    max_bytes: int | None = None,
 ) -> Iterator[None]:
     """Gives each activation of the next run to a callback as it comes, and keeps nothing.
 
@@ -329,21 +333,37 @@ def watching(
         wiring: of the bridge.
         points: the hook points.
         callback: called as ``callback(activation, point)``; the activation is the model's own, detached.
+        max_bytes: about how much memory scores and patterns may take, which then come some queries after the other.
     """
     if not callable(callback):
         raise TypeError(f"callback is {callback!r}, which cannot be called")
+    if max_bytes is not None:
+        check_positive("max_bytes", max_bytes)
     scope = Scope()
 
-    def read(act: Tensor, hook: HookPoint) -> None:
-        callback(act.detach() if act.requires_grad else act, hook)
+    def read(act: Tensor | Deferred, hook: HookPoint) -> None:
+        for piece in [act] if max_bytes is None else _pieces(act, hook, max_bytes):
+            assert isinstance(piece, Tensor)  # nothing waits where no part is asked for
+            callback(piece.detach() if piece.requires_grad else piece, hook)
 
-    listener = Listener("read", read, scope)
+    listener = Listener("read", read, scope, partial=max_bytes is not None)
     wiring.listen(points, listener)
     try:
         with of_the_next_run(scope):
             yield
     finally:
         wiring.stop_listening(points, listener)
+
+
+def _pieces(act: Tensor | Deferred, hook: HookPoint, max_bytes: int) -> Iterator[Tensor]:
+    """Scores or a pattern, some queries after the other; of anything else the whole."""
+    if not hook.point.axes.endswith("key_pos") or len(act.shape) != 4:
+        yield act if isinstance(act, Tensor) else act.value(hook.name)
+        return
+    rows = rows_within(max_bytes, act.shape, range(act.shape[1]))
+    for first in range(0, act.shape[2], rows):
+        piece = slice(first, first + rows)
+        yield act[:, :, piece] if isinstance(act, Tensor) else act.value(hook.name, piece)
 
 
 def caching_functions(

@@ -9,8 +9,11 @@ Kernels that are no torch functions are reached through transformers' `Attention
 
 from __future__ import annotations
 
+import copy
+import math
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,9 +25,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from adapters.linear import materialized
 from adapters.observe.observe import SOFTMAXES, SeesAttention
-from adapters.views import Args, Call, Kwargs
+from adapters.views import Args, Call, Kwargs, Part
 from adapters.views.attention import KernelArguments
+from bridge.hooks.context import CURRENT
 from bridge.hooks.hooks import HookPoint
+from bridge.hooks.parts import Touched, TouchesPart, index_on, put_back
 from bridge.taps.attention_call import (
     AttentionCall,
     DeferredAttention,
@@ -32,11 +37,16 @@ from bridge.taps.attention_call import (
     autocasts,
     implementation_of,
     is_looked_up,
+    parameters_of_heads,
+    score_shape,
     softmax_of,
     watched_kernel,
     with_heads,
 )
 from bridge.taps.taps import LOCK, RunCall, Tap, TappedCall, noop_hook
+
+#: Of so many scores, all heads and queries together, or fewer, the whole is quicker than a part beside the kernel.
+FEW_SCORES = 2**17
 
 _PRODUCT = ("q", "k")
 _INSIDE = ("scores", "pattern")
@@ -104,6 +114,14 @@ class ObservedAttentionCall(TappedCall):
 
     def is_read_only(self, attention: AttentionCall) -> bool:
         """Whether nobody changes scores or pattern; then they have been shown, or what will compute them."""
+        raise NotImplementedError
+
+    def touched(self, attention: AttentionCall) -> Touched | None:
+        """Which heads and queries are touched by those who listen to scores and pattern; None: all may be."""
+        return None
+
+    def of_part(self, part: Part) -> TappedCall:
+        """The same call, where some heads and queries are shown."""
         raise NotImplementedError
 
 
@@ -277,7 +295,26 @@ class AttentionWatch(SeesAttention):
         self._seen.append(_INSIDE)
         if self.shown.is_read_only(attention):
             return run()
-        return attention.result(show_scores_and_pattern(self.shown, attention))
+        touched = self.shown.touched(attention)
+        if touched is None:
+            return attention.result(show_scores_and_pattern(self.shown, attention))
+        return self._attend_in_part(attention, touched, run)
+
+    def _attend_in_part(self, attention: AttentionCall, touched: Touched, run: Callable[[], Tensor]) -> Tensor:
+        """Runs the kernel, and puts in what comes of the heads and queries that somebody touches."""
+        parts = touched.parts(score_shape(attention), whole_queries=torch.is_grad_enabled())
+        made: list[Tensor] = []
+        for part in parts:
+            some = attention.of_heads(part.heads).of_queries(index_on(part.queries, attention.query.device))
+            made.append(some.result(show_scores_and_pattern(self.shown.of_part(part), some)))
+        if parts and touched.heads.all() and touched.queries.all():
+            return torch.cat(made, 2)
+        z = run()
+        if not parts:
+            return z
+        z = z.clone() if attention.kernel else z  # a kernel of somebody's may keep what it returned
+        queries = torch.cat([part.queries for part in parts])
+        return put_back(z, {1: parts[0].heads, 2: queries}, torch.cat(made, 2).to(z.dtype))
 
 
 def show_scores_and_pattern(shown: TappedCall, attention: AttentionCall) -> Tensor:
@@ -340,3 +377,29 @@ class _CallInRun(RunCall, ObservedAttentionCall):
                     shown = scores if channel == "scores" else attention.pattern(scores)
                     listener.fn(point.view.get(shown, self.call), hook=point)
         return True
+
+    def touched(self, attention: AttentionCall) -> Touched | None:
+        """As `ObservedAttentionCall` says: somebody who listens may need all, or the view of a hook point."""
+        if torch.compiler.is_compiling() or self._shared is not None or attention.query.shape[1] != attention.n_heads:
+            return None
+        visible, shape, found = CURRENT.get().visible, score_shape(attention), None
+        if math.prod(shape) <= FEW_SCORES or any(scope in visible for scope in self.tap.opened):
+            return None
+        for point in self.active_points(_INSIDE):
+            if point.sources or point.point.linked or not (point.view.identity or point.view.by_row):
+                return None
+            for listener in point.visible_listeners():
+                fn = listener.fn
+                mine = fn.touched(shape, point) if listener.kind == "fwd" and isinstance(fn, TouchesPart) else None
+                if mine is None:
+                    return None
+                found = mine if found is None else found | mine
+        if found is None or (found.heads.all() and found.queries.all() and found.max_bytes is None):
+            return None
+        return found
+
+    def of_part(self, part: Part) -> TappedCall:
+        """As `ObservedAttentionCall` says."""
+        made, views = copy.copy(self), [point.view for point in self.active_points(_INSIDE)]
+        made.call = replace(self.call, part=part, scratch=parameters_of_heads(self.call, views, part.heads))
+        return made

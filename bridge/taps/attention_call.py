@@ -5,12 +5,13 @@ A kernel such as `scaled_dot_product_attention` never holds the scores. Its argu
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,9 +22,10 @@ from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_torch_flex_attn_available
 
-from adapters.attention import pattern_of, result_of, scores_of
+from adapters.attention import pattern_of, result_of, scores_of, writes_over
 from adapters.views import Args, Call, Deferred, Kwargs, View
 from adapters.views.attention import KernelArguments
+from bridge.hooks.parts import MAX_BYTES, index_on, picked, rows_within
 from bridge.sharing import SharedTensor
 from bridge.taps.taps import PatchedFunction, calling_instead
 
@@ -63,8 +65,10 @@ def additive_mask(
         from torch.nn.attention.flex_attention import BlockMask, create_mask
 
         if isinstance(mask, BlockMask):
-            shape = (query.shape[0], 1, query.shape[2], key.shape[2])
-            return of_queries(create_mask(mask.mask_mod, *shape, device=query.device), chosen)
+            rows = torch.arange(query.shape[2], device=query.device)
+            rows, allows = rows if chosen is None else rows[chosen], mask.mask_mod
+            shape = (query.shape[0], 1, len(rows), key.shape[2])
+            return create_mask(lambda b, h, q, k: allows(b, h, rows[q], k), *shape, device=query.device)
         return _causal(query, key, options, chosen, last_aligned=False)
     allowed = _causal(query, key, options, chosen, last_aligned=True)
     if mask is not None:
@@ -173,6 +177,23 @@ class AttentionCall:
             self.kernel, self.options, chosen,
         )  # fmt: skip
 
+    def of_heads(self, heads: Tensor) -> AttentionCall:
+        """The same call, of some query heads alone.
+
+        Args:
+            heads: which, in ascending order, on the CPU.
+        """
+        query, key, value, mask, options = self._queries(), self.key, self.value, self.mask, dict(self.options)
+        key, value = (picked(x, {1: heads // (self.n_heads // x.shape[1])}) for x in (key, value))
+        if isinstance(mask, Tensor) and mask.ndim > 2 and mask.shape[-3] == self.n_heads > 1:
+            mask = picked(mask, {mask.ndim - 3: heads})
+        if options.get("s_aux") is not None:
+            options["s_aux"] = picked(options["s_aux"], {0: heads})
+        return AttentionCall(
+            picked(query, {1: heads}), key, value, mask, len(heads), self.scale, self.causal, self.dropout,
+            self.kernel, options, self.chosen,
+        )  # fmt: skip
+
     def whole(self, shared: SharedTensor) -> AttentionCall:
         """The call with the heads of all processes, without values: for those who only look."""
         heads, n = self.n_heads, self.n_heads * shared.parts
@@ -244,7 +265,8 @@ class AttentionCall:
         pattern = pattern_of(scores, over)
         mask = None if self.causal else self._mask()
         if mask is not None and mask.dtype == torch.bool:
-            pattern = pattern * mask.any(-1, keepdim=True)
+            sees = mask.any(-1, keepdim=True)
+            pattern = pattern.mul_(sees) if over and writes_over() else pattern * sees
         return pattern
 
     def result(
@@ -447,17 +469,22 @@ class DeferredAttention(Deferred):
         waits: it can be computed after the run, whose precision `torch.autocast` did not choose.
     """
 
-    __slots__ = ("_waits", "attention", "channel")
+    __slots__ = ("_heads", "_waits", "attention", "channel")
 
     def __init__(
         self, view: View, attention: AttentionCall, channel: str, call: Call, seen: tuple[int, ...], waits: bool
     ) -> None:
         self.view, self.x, self.attention, self.channel, self.call = view, attention.query, attention, channel, call
         self._seen, self._waits = seen, waits
+        self._heads: Tensor | None = None
 
     @property
     def n_rows(self) -> int:
         return self.attention.n_queries
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return score_shape(self.attention)
 
     @property
     def keeps_more(self) -> bool:
@@ -469,7 +496,60 @@ class DeferredAttention(Deferred):
 
     def _at_site(self, rows: slice | Tensor | None) -> Tensor:
         device = self.x.device.type
-        attention = self.attention if rows is None else self.attention.of_queries(rows)
+        attention = self.attention if self._heads is None else self.attention.of_heads(self._heads)
+        attention = attention if rows is None else attention.of_queries(rows)
         with torch.autocast(device, enabled=False) if self._waits and autocasts(device) else nullcontext():
             scores = attention.scores()
             return scores if self.channel == "scores" else attention.pattern(scores, over=True)
+
+    def part(self, name: str, heads: Any, queries: Any) -> Tensor | None:
+        """Some heads and queries, as `Deferred` says: no others are computed, and some queries after the other."""
+        if not (self.view.identity or self.view.by_row):
+            return None
+        shape, some = self.shape, copy.copy(self)
+        some._heads = _entries("heads", heads, shape[1], name)
+        rows = _entries("queries", queries, shape[2], name)
+        some.call = replace(self.call, scratch=parameters_of_heads(self.call, (self.view,), some._heads))
+        made: Tensor | None = None
+        for first in range(0, len(rows), n := rows_within(MAX_BYTES, shape, some._heads)):
+            piece = rows[first : first + n]
+            found = some.value(name, index_on(piece, self.x.device))
+            if len(piece) == len(rows):
+                return found
+            if made is None:
+                made = found.new_empty((*found.shape[:2], len(rows), found.shape[3]))
+            made[:, :, first : first + n] = found
+        return made
+
+
+def _entries(what: str, index: Any, length: int, name: str) -> Tensor:
+    """Which entries of an axis an index means, on the CPU.
+
+    Raises:
+        IndexError: there are none such.
+    """
+    try:
+        found = torch.arange(length) if index is None else torch.arange(length)[index].reshape(-1)
+    except IndexError as error:
+        raise IndexError(f"{what} is {index}, and {name} has {length} of them") from error
+    if not len(found):
+        raise IndexError(f"{what} is {index}, which is none of the {length} at {name}")
+    return found
+
+
+def score_shape(attention: AttentionCall) -> tuple[int, int, int, int]:
+    """The shape of the scores of all heads and queries, without a column of sinks."""
+    return attention.query.shape[0], attention.n_heads, attention.n_queries, attention.key.shape[2]
+
+
+def parameters_of_heads(call: Call, views: Iterable[View], heads: Tensor) -> dict[str, Any]:
+    """What views look for in ``call.scratch``, where some heads alone are seen: entries of their parameters.
+
+    Args:
+        call: the call of the module.
+        views: of the hook points.
+        heads: which heads.
+    """
+    names = dict.fromkeys(name for view in views for name in view.parameters)
+    found = {name: call.scratch[name] if name in call.scratch else getattr(call.module, name) for name in names}
+    return {name: picked(x, {0: heads}) for name, x in found.items()}

@@ -36,6 +36,37 @@ def test_attention_names_each_pair():
     assert len({(mark["panel"], mark["r"], mark["c"]) for mark in drawn}) == 48
 
 
+def test_a_long_pattern_is_drawn_in_blocks_and_says_what_it_leaves_out(monkeypatch):
+    monkeypatch.setattr("bridge.pictures.attention_grids.LONGEST", 4)
+    n, size = 10, 3
+    pattern = torch.rand(2, n, n, generator=torch.Generator().manual_seed(0)).tril()
+    pattern = pattern / pattern.sum(-1, keepdim=True) * 0.5
+    pattern[1, 8, 7] = 0.75
+    tokens = [f"t{i}" for i in range(n)]
+    picture = pictures.attention(pattern, tokens)
+    drawn = marks(picture)
+    assert len(drawn) == 2 * 4 * 4
+    for mark in drawn:
+        head, query, key = int(mark["panel"][-1]), int(mark["r"]), int(mark["c"])
+        block = pattern[head, query * size : (query + 1) * size, key * size : (key + 1) * size]
+        first, last = query * size, min(query * size + 2, n - 1)
+        assert mark["query"] == f"{first}t{first} to {last}t{last}"
+        assert close(mark["weight"], block.sum(-1).mean())
+    cell = float(pattern[1, 6:9, 6:9].sum(-1).mean())
+    said = picture.svg()
+    assert "a cell is of 3 queries and 3 keys" in said
+    assert f"0.75 of query 8 to key 7, is in a cell of {cell:.2f})" in said
+    assert len(marks(pictures.attention(pattern[:, None, None], tokens))) == 2 * 4 * 4
+    scores = (pattern * 9 - 4).masked_fill(torch.ones(n, n).triu(1).bool(), -torch.inf)
+    picture = pictures.attention(scores, tokens)
+    assert "lower ones are not shown" in picture.svg()
+    drawn = marks(picture)
+    assert len(drawn) == 2 * 10
+    assert close(drawn[0]["score"], scores[0, :3, :3].max())
+    monkeypatch.undo()
+    assert "a cell is of" not in pictures.attention(pattern, tokens).svg()
+
+
 def test_attention_of_all_layers():
     pattern = torch.rand(2, 1, 3, 4, 4)
     drawn = marks(pictures.attention(pattern, TOKENS, layers=[5, 7]))

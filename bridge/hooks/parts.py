@@ -1,0 +1,160 @@
+"""Hook functions that touch a part of scores or a pattern, heads and queries: no others are made for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adapters.views import Part
+from bridge.hooks.context import HookFunction, Listener, NamedPoint
+
+#: About how much memory scores and patterns take at once, where they are computed for some queries after the other.
+MAX_BYTES = 2**25
+
+
+@dataclass(frozen=True)
+class Touched:
+    """Which heads and queries of scores or a pattern a hook function touches.
+
+    Attributes:
+        heads: ``[head]``, whether it does, on the CPU.
+        queries: ``[pos]``, likewise.
+        max_bytes: it may be given some queries at a time, so that no more memory is needed; None: all at once.
+    """
+
+    heads: Tensor
+    queries: Tensor
+    max_bytes: int | None
+
+    def __or__(self, other: Touched) -> Touched:
+        bounds = [bound for bound in (self.max_bytes, other.max_bytes) if bound is not None]
+        bound = min(bounds) if len(bounds) == 2 else None
+        return Touched(self.heads | other.heads, self.queries | other.queries, bound)
+
+    def parts(self, shape: tuple[int, int, int, int], whole_queries: bool) -> list[Part]:
+        """The parts that it may be given, one after the other.
+
+        Args:
+            shape: of the whole.
+            whole_queries: all queries at once, whatever the bound.
+        """
+        heads, queries = (x.nonzero()[:, 0] for x in (self.heads, self.queries))
+        if not len(heads) or not len(queries):
+            return []
+        rows = len(queries) if self.max_bytes is None or whole_queries else rows_within(self.max_bytes, shape, heads)
+        return [Part(shape, heads, piece) for piece in queries.split(rows)]
+
+
+def rows_within(max_bytes: int, shape: tuple[int, ...], heads: Sized) -> int:
+    """How many queries' scores and patterns may be in memory at once.
+
+    Args:
+        max_bytes: how much of it they may take.
+        shape: of the scores of all heads and queries.
+        heads: of these heads.
+    """
+    # Scores, their softmax in float32, what a function is shown, and what it makes of that.
+    return max(1, max_bytes // (16 * shape[0] * len(heads) * shape[3]))
+
+
+class TouchesPart:
+    """A hook function that says which heads and queries of scores or a pattern it touches: no others are made for it.
+
+    Where they are made all the same, it is called as any function is, with all.
+    """
+
+    def touched(self, shape: tuple[int, int, int, int], hook: Any) -> Touched | None:
+        """Which it touches; None: it needs all.
+
+        Args:
+            shape: ``[batch, head, pos, key_pos]``, of all.
+            hook: the hook point.
+
+        Raises:
+            IndexError: there are no such heads or queries.
+        """
+        raise NotImplementedError
+
+    def within(self, part: Part, hook: Any) -> HookFunction:
+        """What is called with a part, which holds what it touches, and perhaps more.
+
+        Args:
+            part: the part.
+            hook: the hook point.
+        """
+        raise NotImplementedError
+
+
+def picked(x: Tensor, chosen: Mapping[int, Tensor]) -> Tensor:
+    """Some entries along some axes.
+
+    Args:
+        x: the tensor.
+        chosen: by axis, which entries, on the CPU.
+
+    Returns:
+        A view of `x` where each axis' entries follow each other, else a copy.
+    """
+    for axis, index in chosen.items():
+        run = as_slice(index)
+        x = x.index_select(axis, index.to(x.device)) if run is None else x[(slice(None),) * axis + (run,)]
+    return x
+
+
+def as_slice(index: Tensor) -> slice | None:
+    """A slice of the same entries, where they follow each other.
+
+    Args:
+        index: whole numbers, on the CPU.
+    """
+    first, end = int(index[0]), int(index[-1]) + 1
+    return slice(first, end) if torch.equal(index, torch.arange(first, max(first, end))) else None
+
+
+def index_on(index: Tensor, device: torch.device) -> slice | Tensor:
+    """What entries are indexed with: a slice, where they follow each other.
+
+    Args:
+        index: whole numbers, on the CPU.
+        device: of what is indexed.
+    """
+    run = as_slice(index)
+    return index.to(device) if run is None else run
+
+
+def put_back(x: Tensor, chosen: Mapping[int, Tensor], new: Tensor) -> Tensor:
+    """The tensor with other entries where `picked` takes some from; written over where there is no graph.
+
+    Args:
+        x: the tensor.
+        chosen: by axis, which entries, each once, on the CPU.
+        new: what is there now, which is no part of `x`.
+    """
+    if not chosen:
+        return new
+    (axis, index), *rest = chosen.items()
+    if rest:
+        # A copy: a view may not be copied onto itself.
+        new = put_back(picked(x, {axis: index}).clone(), dict(rest), new)
+    index = index.to(x.device)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return x.index_copy(axis, index, new)
+    return x.index_copy_(axis, index, new)
+
+
+def within(listener: Listener, part: Part, hook: NamedPoint) -> Listener:
+    """A listener that is given a part of the activation in place of the whole.
+
+    Args:
+        listener: its function says that it touches nothing else.
+        part: the part.
+        hook: the hook point.
+    """
+    assert isinstance(listener.fn, TouchesPart)
+    made = Listener(listener.kind, listener.fn.within(part, hook), listener.scope)
+    made.in_run = listener.in_run
+    return made

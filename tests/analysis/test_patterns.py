@@ -1,0 +1,124 @@
+"""Statistics of patterns that come in pieces: those of the whole, in memory that grows with the prompt."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from bridge import TransformerBridge
+from bridge.analysis.patterns import PatternStatistics
+from bridge.interventions import Scale
+from bridge.taps.attention_call import AttentionCall
+from tests.conftest import tiny
+from tests.taps.test_touching import BY_HAND, FAMILIES, inputs_of, peak_bytes
+from tests.tiny_models import tiny_model
+
+
+def patterns(name):
+    return name.endswith("hook_pattern")
+
+
+def assert_those_of(seen, cache, keys, top):
+    names = [name for name in cache if patterns(name)]
+    assert list(seen.entropy) == names
+    for name in names:
+        whole = cache[name].float()
+        expected = -(whole * whole.clamp_min(1e-30).log()).sum(-1)
+        torch.testing.assert_close(seen.entropy[name], expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(seen.attention[name], whole[..., keys], atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(seen.received[name], whole.sum(2), atol=1e-5, rtol=1e-5)
+        values = whole.topk(top, -1).values
+        torch.testing.assert_close(seen.top_weights[name], values, atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(whole.gather(-1, seen.top_keys[name]), values, atol=4e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(("family", "task"), FAMILIES)
+@pytest.mark.parametrize("max_bytes", [1, 3000, 2**25, None])
+def test_statistics_of_pieces_are_those_of_the_whole(family, task, attention, max_bytes):
+    hf = tiny_model(family, task)
+    hf.set_attn_implementation("eager" if family in BY_HAND else attention)
+    bridge = TransformerBridge(hf)
+    tokens, mask, more = inputs_of(task)
+    for given in (more, more | {"attention_mask": mask}):
+        _, cache = bridge.run_with_cache(tokens, names_filter=patterns, **given)
+        seen = PatternStatistics(keys=[0, -1], top=3)
+        logits = bridge.run_with_callback(tokens, seen, patterns, max_bytes=max_bytes, **given)
+        assert torch.equal(logits, bridge(tokens, **given))
+        assert_those_of(seen, cache, [0, -1], 3)
+
+
+def test_pieces_come_in_order_and_fit(tokens, monkeypatch):
+    bridge, sizes, own = TransformerBridge(tiny("llama")), [], AttentionCall.scores
+
+    def scores(self):
+        found = own(self)
+        sizes.append(found.shape[2])
+        return found
+
+    monkeypatch.setattr(AttentionCall, "scores", scores)
+    shown = {}
+    bridge.run_with_callback(
+        tokens,
+        lambda x, point: shown.setdefault(point.name, []).append(x),
+        ["blocks.1.attn.hook_pattern", "blocks.1.hook_resid_pre", "blocks.2.attn.hook_attn_scores"],
+        max_bytes=16 * 2 * 4 * 9 * 4,
+    )
+    assert sizes == [4, 4, 1] * 2 and len(shown["blocks.1.hook_resid_pre"]) == 1
+    _, cache = bridge.run_with_cache(tokens)
+    for name, pieces in shown.items():
+        torch.testing.assert_close(torch.cat(pieces, 2), cache[name], atol=2e-6, rtol=1e-5)
+
+
+def test_of_an_edited_pattern(tokens):
+    bridge, name = TransformerBridge(tiny("llama")), "blocks.1.attn.hook_pattern"
+    with bridge.hooks(fwd_hooks=[(name, Scale(0.5, heads=2))]):
+        _, cache = bridge.run_with_cache(tokens, names_filter=patterns)
+        seen = PatternStatistics(keys=[0], top=2)
+        bridge.run_with_callback(tokens, seen, patterns, max_bytes=1)
+    assert_those_of(seen, cache, [0], 2)
+    torch.testing.assert_close(seen.received[name].sum(-1)[:, 2], torch.full((2,), 4.5))
+
+
+def test_memory_grows_with_the_prompt():
+    config = LlamaConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=4, intermediate_size=64,
+        vocab_size=61, max_position_embeddings=4096,
+    )  # fmt: skip
+    bridge = TransformerBridge(LlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval())
+    above = []
+    with torch.no_grad():
+        for length in (1024, 4096):
+            tokens = torch.randint(0, 61, (1, length))
+            seen = PatternStatistics(keys=[0], top=1)
+            peak = peak_bytes(lambda: bridge.run_with_callback(tokens, seen, patterns, max_bytes=2**20))  # noqa: B023
+            above.append(peak - peak_bytes(lambda: bridge(tokens)))  # noqa: B023
+    # Two layers, and for each query of 16 heads four numbers, one of which is of 8 bytes.
+    assert above[1] < 2**21 + 2 * 16 * 4096 * 24 * 1.5 and above[1] < 5 * above[0]
+
+
+def test_what_is_refused(tokens):
+    bridge = TransformerBridge(tiny("llama"))
+    with pytest.raises(ValueError, match="is no pattern"):
+        bridge.run_with_callback(tokens, PatternStatistics(), "blocks.1.attn.hook_attn_scores")
+    for seen in (PatternStatistics(keys=[9]), PatternStatistics(top=10)):
+        with pytest.raises(IndexError, match="has 9 keys"):
+            bridge.run_with_callback(tokens, seen, patterns)
+    with pytest.raises(ValueError, match="top is -1"):
+        PatternStatistics(top=-1)
+    with pytest.raises(ValueError, match="max_bytes"):
+        bridge.run_with_callback(tokens, PatternStatistics(), patterns, max_bytes=0)
+    assert not bridge.wiring.listening
+
+
+@pytest.mark.parametrize("answers", [" John", [5, 7], [[1, 2, 3]] * 2])
+def test_attribution_to_logits_needs_one_term_beside_the_stack(answers, embedded, monkeypatch):
+    answers = answers if isinstance(answers, str) else torch.tensor(answers)
+    with torch.no_grad():
+        _, cache = embedded.run_with_cache(["Mary and", "John and"])
+        stack = cache.get_full_resid_decomposition(expand_neurons=False)
+        whole = cache.logit_attrs(stack, answers)
+        monkeypatch.setattr("bridge.analysis.residual._AT_ONCE", stack[0].numel())
+        torch.testing.assert_close(cache.logit_attrs(stack, answers), whole)
+        peak = peak_bytes(lambda: cache.logit_attrs(stack, answers))
+    assert len(stack) > 12
+    assert peak < 4 * stack[0].numel() * 4 + whole.numel() * 4 * 3
