@@ -37,7 +37,8 @@ INTRODUCTION = """# What holds of every model
 What this documentation promises, tried on every text architecture of transformers {version}: a tiny random instance of
 each, as usual and with each option of its recipe the other way round (tied embeddings, biases, norms, caps, factors,
 grouped heads). Each result is compared with something outside the library: plain torch hooks on an equal Hugging Face
-model, its own outputs, products of its weights in float64.
+model, its own outputs, products of its weights in float64. What is said of rows and requests is tried of each type as
+usual.
 
 *yes*: it holds of all configurations of the type that were tried. *part*: it holds wherever it could be compared,
 which was not in every layer. *r*: of one at least it is refused by an error that says why. The reasons of both are

@@ -252,7 +252,7 @@ def test_no_import_inside_a_function_hides_a_circle():
 #: library. What is ours and begins with an underscore belongs to the file that it stands in.
 THEIRS = {
     "_forward_pre_hooks_with_kwargs", "_global_mapping", "_modules", "_parameters", "_buffers", "_forward_hooks",
-    "_forward_hooks_with_kwargs",
+    "_forward_hooks_with_kwargs", "_attn_implementation_internal", "_original_attn_impl", "_current_frames",
     "_forward_pre_hooks", "_backward_hooks", "_version", "_base",
     "_compiled_call_impl", "_call_impl", "_asdict", "_replace", "_schema", "_attn_implementation", "_orig_mod", "_C",
     "_hf_hook", "_len_torch_function_stack", "_len_torch_dispatch_stack", "_get_function_stack_at",

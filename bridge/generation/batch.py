@@ -5,19 +5,22 @@ from __future__ import annotations
 import copy
 import logging
 import re
+import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
@@ -142,9 +145,65 @@ def capacity_for(model: PreTrainedModel, prompts: Sequence[int], new: int, free:
     return room
 
 
-#: A packed pass has the model's configuration say that it is not causal until it is over (transformers 5.23). No other
-#: pass of the model may begin meanwhile: it would see later tokens.
+#: Held by a packed pass, and by any other of a model whose attention the engine exchanges in its passes.
 _TURN = threading.RLock()
+
+
+class _ExchangedAttention:
+    """What the parts of a model compute attention with: their own, and what transformers' engine sets for its passes.
+
+    The engine gives a model another in the place of ``eager``, with which no other pass can be.
+
+    Args:
+        core: the model.
+
+    Attributes:
+        is_exchanged: the engine needs another.
+    """
+
+    def __init__(self, core: PreTrainedModel) -> None:
+        configs: dict[int, PreTrainedConfig] = {}
+        for module in core.modules():
+            if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
+                configs[id(config)] = config
+        self._core = core
+        self._own = [(config, config._attn_implementation) for config in configs.values()]
+        self._engines = self._own
+        self.is_exchanged = core.config._attn_implementation == "eager"
+
+    def note_engines(self) -> None:
+        """Notes what the engine has set, and gives the model its own back."""
+        self._engines = [(config, config._attn_implementation) for config, _ in self._own]
+        self.is_exchanged = self._engines != self._own
+        self.give_back()
+
+    def exchange(self) -> None:
+        """Gives the model what the engine needs."""
+        for config, name in self._engines:
+            config._attn_implementation_internal = name
+
+    def give_back(self) -> None:
+        """Gives the model its own."""
+        for config, name in self._own:
+            config._attn_implementation_internal = name
+
+    def wait_for_others(self) -> None:
+        """Waits until the passes are over that other threads are inside of: nothing has told them to take turns."""
+        begun = self._passes_of_others()
+        while begun and any(frame in begun for frame in self._passes_of_others()):
+            time.sleep(1e-3)
+
+    def _passes_of_others(self) -> list[FrameType]:
+        frames = sys._current_frames()
+        del frames[threading.get_ident()]  # one that holds itself would hold all that it was called from
+        found: list[FrameType] = []
+        for innermost in frames.values():
+            frame: FrameType | None = innermost
+            while frame is not None:
+                if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is self._core:
+                    found.append(frame)
+                frame = frame.f_back
+        return found
 
 
 class _Owners:
@@ -274,8 +333,7 @@ def generate_batch(
     turns = None if sharing is None else sharing.turns(partial(_pass_of_nothing, bridge))
     check_batching()
     check_generates(bridge)
-    if bridge.core.config.is_encoder_decoder or not hasattr(bridge.core, "init_continuous_batching"):
-        raise ValueError(f"{type(bridge.core).__name__} cannot generate many requests at once: use bridge.generate")
+    _check_engine_takes(bridge.core)
     check_positive("max_new_tokens", options.max_new_tokens)
     edits = _edits(bridge, interventions, each, len(prompts))
     none = isinstance(options.capture, Sequence) and not isinstance(options.capture, str) and not options.capture
@@ -307,11 +365,31 @@ def generate_batch(
     return answers if sharing is None else iter(list(answers))
 
 
+def _check_engine_takes(core: Any) -> None:
+    """Refuses a model that transformers' engine does not take at all.
+
+    Raises:
+        ValueError: it is one.
+    """
+    if (plain := getattr(core, "plain_module", None)) is not None:
+        raise ValueError(
+            f"{type(plain).__name__} cannot generate many requests at once: it takes no cache of transformers'. "
+            "bridge.generate continues several prompts of one length, each as it would be alone"
+        )
+    if core.config.is_encoder_decoder or not hasattr(core, "init_continuous_batching"):
+        raise ValueError(
+            f"{type(core).__name__} cannot generate many requests at once: transformers' continuous batching is "
+            f"for decoders alone. {_INSTEAD}"
+        )
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Whether transformers' engine makes of several requests what it makes of each: it may be asked for any model.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+#: What works where this does not.
+_INSTEAD = "bridge.generate continues several prompts in one padded batch, each as it would be alone"
 #: For each model what was found, by its attention and type: why it cannot be batched; "": it can.
 _PROVED: WeakKeyDictionary[nn.Module, dict[tuple[str | None, torch.dtype], str]] = WeakKeyDictionary()
 #: Lengths of the prompts of a proof, and how many tokens follow each.
@@ -341,8 +419,7 @@ def check_batches(bridge: RunnableBridge, turns: Turns | None = None) -> None:
         found[key] = _why_not(bridge, turns)
     if found[key]:
         raise ValueError(
-            f"generate_batch cannot be had of {type(core).__name__} ({_layer_kinds(bridge)}): {found[key]}. "
-            "bridge.generate continues several prompts in one padded batch, each as it would be alone"
+            f"generate_batch cannot be had of {type(core).__name__} ({_layer_kinds(bridge)}): {found[key]}. {_INSTEAD}"
         )
 
 
@@ -481,15 +558,31 @@ class _Batch:
         self._whole_logits = any(hook.name.startswith("unembed") for hook in (*edits, *captured))
         self.scope = Scope()
         self._gave_whole_logits = False
-        self._attention = bridge.core.config._attn_implementation
-        _OWNERS.take(bridge.core)
+        self._attention = _ExchangedAttention(bridge.core)
+        self._handles: list[Any] = []
+        self._manager: ContinuousBatchingManager | None = None
+        core = bridge.core
+        _OWNERS.take(core)
         try:
-            self.manager = self._made_manager(
-                GenerationConfig() if proof else copy.deepcopy(bridge.core.generation_config)
-            )
+            with _TURN:  # no torch hook comes or goes while another batch's pass is under way
+                self._handles = [
+                    core.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True),
+                    core.register_forward_hook(self._end, with_kwargs=True, always_call=True),
+                ]
+            if self._attention.is_exchanged:
+                self._attention.wait_for_others()
+            with _TURN if self._attention.is_exchanged else nullcontext():
+                self._manager = self._made_manager(
+                    GenerationConfig() if proof else copy.deepcopy(core.generation_config)
+                )
         except BaseException:
-            _OWNERS.give(bridge.core)
+            self.stop()
             raise
+
+    @property
+    def manager(self) -> ContinuousBatchingManager:
+        assert self._manager is not None
+        return self._manager
 
     def _made_manager(self, config: GenerationConfig) -> ContinuousBatchingManager:
         core, options = self.bridge.core, self.options
@@ -503,6 +596,11 @@ class _Batch:
         for name in ("num_beams", "num_return_sequences"):
             if (getattr(config, name, None) or 1) != 1:
                 raise ValueError(f"{name} is {getattr(config, name)}; generate_batch makes one sequence of each prompt")
+        if config.begin_suppress_tokens is not None:  # transformers' engine ends in an error
+            raise ValueError(
+                "begin_suppress_tokens cannot be had in generate_batch, which knows no length of a prompt: use "
+                "bridge.generate"
+            )
         manager: ContinuousBatchingManager = core.init_continuous_batching(  # type: ignore[operator]
             generation_config=config, continuous_batching_config=self.room.config(len(self.requests))
         )
@@ -520,19 +618,15 @@ class _Batch:
             manager.warmup()  # makes what the thread would make: what it refuses is refused here
         except BaseException:
             manager.destroy()
-            self._give_attention_back()
+            self._attention.give_back()
             raise
+        self._attention.note_engines()
+        manager._original_attn_impl = None  # it would give every part of the model the attention of the whole
         if self.edits:
             assert manager.batch_processor is not None
             cache = manager.batch_processor.cache
             cache.update = partial(self._update, cache.update)  # type: ignore[method-assign]
         return manager
-
-    def _give_attention_back(self) -> None:
-        """A manager that was not started leaves the model with its attention."""
-        core = self.bridge.core
-        if core.config._attn_implementation != self._attention:
-            core.set_attn_implementation(self._attention)
 
     def _update(
         self,
@@ -561,9 +655,9 @@ class _Batch:
     def _is_edited(self, request: PackedRequest) -> bool:
         return None in self._edited or request.index in self._edited
 
-    def start(self) -> list[Any]:
-        """Attaches the hooks and begins; returns what to remove."""
-        wiring, core = self.bridge.wiring, self.bridge.core
+    def start(self) -> None:
+        """Attaches what listens, and begins."""
+        wiring = self.bridge.wiring
         if self.edits or self.captured:
             wiring.check_in_place()
         members = []
@@ -573,27 +667,23 @@ class _Batch:
             members.append((hook, Listener("fwd" if edits else "read", at_point, self.scope)))
         for hook, name in read_by([*self.edits, *self.captured]).items():
             members.append((wiring.points[name], Listener("read", TellsApart(self._now, hook, self.fail), self.scope)))
-        with _TURN:  # no torch hook comes or goes while another batch's pass is under way
+        with _TURN:
             wiring.attach_members(members, self.scope)
-            handles = [
-                core.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True),
-                core.register_forward_hook(self._end, with_kwargs=True, always_call=True),
-            ]
         self.manager.start()
         self.feed()
-        return handles
 
-    def stop(self, handles: Sequence[Any]) -> None:
-        """Ends it, and takes away what `start` attached."""
+    def stop(self) -> None:
+        """Ends it, and takes away what was attached."""
         try:
             self._waiting.clear()
-            if handles:
-                self.manager.stop(block=True, hard_stop=True)
-            self.manager.destroy()
-            self._give_attention_back()
+            if self._manager is not None:
+                if self._manager.is_running():
+                    self._manager.stop(block=True, hard_stop=True)
+                self._manager.destroy()
             with _TURN:
+                self._attention.give_back()
                 self._is_over = True
-                for handle in handles:
+                for handle in self._handles:
                     handle.remove()
                 self.bridge.wiring.detach_scope(self.scope)
         finally:
@@ -654,7 +744,7 @@ class _Batch:
         return self._packed
 
     def _is_ours(self, kwargs: Mapping[str, Any]) -> bool:
-        processor = self.manager.batch_processor
+        processor = None if self._manager is None else self._manager.batch_processor
         return processor is not None and kwargs.get("cache") is processor.cache
 
     # `kwargs` is missing where this hook came, or went, while another thread's pass was already under way.
@@ -665,9 +755,11 @@ class _Batch:
         ours = self._is_ours(kwargs)
         if self._passing == threading.get_ident():
             raise RuntimeError(
-                "a function of generate_batch runs the model inside of a pass of many requests, in which it is not "
-                "causal: run it before or afterwards"
+                "a function of generate_batch runs the model inside of a pass of many requests, whose functions would "
+                "see that run too: run it before or afterwards"
             )
+        if not (ours or self._attention.is_exchanged):
+            return None
         _TURN.acquire()
         if self._is_over:  # this waited while the hooks were removed: nothing would give the turn back
             _TURN.release()
@@ -675,6 +767,7 @@ class _Batch:
         self._turns.taken = getattr(self._turns, "taken", 0) + 1
         if not ours:
             return None
+        self._attention.exchange()
         self._passing = threading.get_ident()
         processor = self.manager.batch_processor
         assert processor is not None
@@ -696,9 +789,10 @@ class _Batch:
         if self.others is not None:
             self.others.take(1)
         self._gave_whole_logits = self._whole_logits and "logits_to_keep" in kwargs
-        if self._gave_whole_logits:
-            return args, {name: value for name, value in kwargs.items() if name != "logits_to_keep"}
-        return None
+        left_out = {"logits_to_keep"} if self._gave_whole_logits else set()
+        if kwargs.get("is_causal") is False:  # the mask says so; this would change the model's configuration meanwhile
+            left_out.add("is_causal")
+        return args, {name: value for name, value in kwargs.items() if name not in left_out}
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], *more: Any) -> Any:
         """The pass is over: `more` is what it was called with by name (see `_begin`), and what it gave."""
@@ -711,6 +805,7 @@ class _Batch:
         finally:
             if ours:
                 self._passing = None
+                self._attention.give_back()
             if getattr(self._turns, "taken", 0):
                 self._turns.taken -= 1
                 _TURN.release()
@@ -756,7 +851,6 @@ def _answers(batch: _Batch, failed: Sequence[PackedRequest]) -> Iterator[Answer]
     """The answers in the order in which they are found. What it gives first is nothing: it has begun."""
     bridge, options = batch.bridge, batch.options
     bar = tqdm(total=len(batch.requests) + len(failed), desc="requests", unit="request", disable=not options.verbose)
-    handles: list[Any] = []
     again: list[PackedRequest] = []
     with bar:
         try:
@@ -764,7 +858,7 @@ def _answers(batch: _Batch, failed: Sequence[PackedRequest]) -> Iterator[Answer]
             for request in failed:
                 bar.update()
                 yield _answer(bridge, request, [], ())
-            handles = batch.start()
+            batch.start()
             for request, tokens, error in batch.finished():
                 if error is not None and request.error is None:
                     if batch.retries:  # somebody's edits ended the pass of all: each shows for itself
@@ -776,7 +870,7 @@ def _answers(batch: _Batch, failed: Sequence[PackedRequest]) -> Iterator[Answer]
                 bar.update()
                 yield _answer(bridge, request, tokens, batch.captured, options.output_logits)
         finally:
-            batch.stop(handles)
+            batch.stop()
             if batch.others is not None:
                 batch.others.end()
         for request in again:

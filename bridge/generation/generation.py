@@ -20,7 +20,7 @@ from transformers import StoppingCriteriaList
 from transformers.generation import BaseStreamer
 from transformers.utils import ModelOutput
 
-from adapters.inputs import accepted_arguments
+from adapters.inputs import accepted_arguments, accepted_by
 from adapters.points import core_path
 from adapters.spread import refuse_context_parallel
 from adapters.views import Deferred
@@ -101,8 +101,8 @@ class StepRecorder(ActivationRecorder):
                 handle.remove()
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        names = ("decoder_input_ids", "decoder_inputs_embeds") if self.pos == "decoder_pos" else ()
-        given = [kwargs.get(name) for name in (*names, "input_ids", "inputs_embeds")]
+        names = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
+        given = [kwargs.get(name) for name in names]
         tokens = args[0] if args else next(value for value in given if value is not None)
         self.seen = self.seen + self.new if self.caching else 0
         self.new = tokens.shape[1]
@@ -248,7 +248,8 @@ def generate(bridge: RunnableBridge, input: Input, options: GenerationOptions, p
         result = texts_of(bridge, rows_of(prompt, sequences), prompt) if as_text else aligned(sequences, prompt)
     extras: list[Any] = []
     if recorder is not None:
-        before = 0 if prompt.tokens is not None or recorder.pos != "pos" else prompt.kwargs["inputs_embeds"].shape[1]
+        embedded = prompt.kwargs.get("inputs_embeds") if prompt.tokens is None and recorder.pos == "pos" else None
+        before = 0 if embedded is None else embedded.shape[1]
         explicit = named_one_by_one(options.names_filter)
         values = recorder.put_together(before + sequences.shape[1] - 1, explicit)
         behind = result is not None and not as_text and not options.output_logits and prompt.to_the_right
@@ -311,16 +312,22 @@ def generation_of(bridge: RunnableBridge, prompt: GenerationPrompt, arguments: A
         bridge, prompt: the bridge, and what it starts from.
         arguments: of the model's `generate`.
     """
-    of_decoder = bridge.core.config.is_encoder_decoder
+    of_decoder = has_decoders_points(bridge)
     given = prompt.tokens if prompt.tokens is not None else prompt.kwargs.get("inputs_embeds")
-    if of_decoder:
+    if bridge.core.config.is_encoder_decoder:
         given = arguments.get("decoder_input_ids", prompt.kwargs.get("decoder_input_ids"))
     if given is None:
-        length = 1 if of_decoder else None  # the token that a decoder starts with
+        length = 1 if bridge.core.config.is_encoder_decoder else None  # the token that a decoder starts with
     else:
         length = given.shape[1]
     in_order = not any(chosen(bridge, arguments, name) for name in (*_OTHER_RUNS, "prefill_chunk_size"))
     return Generation(length, prompt.rows, of_decoder, in_order)
+
+
+def has_decoders_points(bridge: RunnableBridge) -> bool:
+    """Whether a decoder's points have positions of their own: not where the encoder has none."""
+    points = bridge.wiring.points.values()
+    return bridge.core.config.is_encoder_decoder and any("decoder_pos" in hook.point.axes for hook in points)
 
 
 def chosen(bridge: RunnableBridge, arguments: Arguments, name: str) -> Any:
@@ -347,7 +354,7 @@ def _step_recorder(bridge: RunnableBridge, options: GenerationOptions, arguments
     known = accepted_arguments(type(bridge.core).forward)
     if "logits_to_keep" in known and any(point.name.startswith("unembed") for point in points):
         arguments.setdefault("logits_to_keep", 0)  # of every token: `generate` would ask for the prompt's last
-    caching = chosen(bridge, arguments, "use_cache") is not False
+    caching = chosen(bridge, arguments, "use_cache") is not False and "use_cache" in accepted_by(bridge.core)
     if caching and bridge.cfg.attention_dir == "bidirectional" and not bridge.core.config.is_encoder_decoder:
         raise ValueError(
             f"return_cache cannot be had for {bridge.cfg.model_name}, which reads in both directions: what a step "
@@ -360,7 +367,7 @@ def _step_recorder(bridge: RunnableBridge, options: GenerationOptions, arguments
             f"return_cache cannot be had for {', '.join(rows[:3])}: the rows of an expert at each step do not make "
             "those of the sequence. Use run_with_cache on the finished sequence, or use_past_kv_cache=False."
         )
-    return StepRecorder(points, options.device, caching, bridge.core.config.is_encoder_decoder)
+    return StepRecorder(points, options.device, caching, has_decoders_points(bridge))
 
 
 def _refuse_other_runs(bridge: RunnableBridge, arguments: Arguments) -> None:

@@ -358,6 +358,10 @@ def prepared(bridge: RunnableBridge, input: Input, options: GenerationOptions) -
         if getattr(options, name) is not None:
             arguments[name] = getattr(options, name)
     arguments["num_return_sequences"] = options.num_return_sequences  # whatever the model's own configuration says
+    if hasattr(bridge.core, "_expand_variables_for_generation"):  # Whisper repeats what it hears, and leaves this alone
+        for given in (prompt.kwargs, arguments):
+            begins = {name: x for name, x in given.items() if name.startswith("decoder_") and isinstance(x, Tensor)}
+            given.update({name: x.repeat_interleave(options.num_return_sequences, 0) for name, x in begins.items()})
     if not options.use_past_kv_cache:
         arguments["use_cache"] = False
     arguments |= _ending(bridge, options, more)

@@ -132,6 +132,12 @@ def tokens_along(axis: str, length: int, rows: int, hook: HookPoint) -> Sequence
             "look-up or contrastive search"
         )
     elif axis.startswith("decoder_") == generation.of_decoder:
+        if generation.step and axis not in _KEYS and length not in (1, generation.tokens):
+            raise ValueError(
+                f"the intervention at {hook.name} is for some tokens alone, and it has {length} positions in a step of "
+                f"one, after {generation.tokens - 1} tokens: which tokens these are is not known. Generate the rows "
+                "one by one (transformers' RWKV mixes the rows of a batch)"
+            )
         lie, prompt, first = generation.rows, generation.prompt, max(0, generation.tokens - length)
     # else an encoder's tokens: the prompt, all at once
     return SequencePart(first, length, prompt, None if lie is None else lie.real(axis, prompt, rows))

@@ -23,7 +23,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from bridge.hooks.context import CURRENT, ForwardPass, RunContext, SourceSite, recomputation_frame
 from bridge.hooks.hooks import AttachesListeners
 from bridge.hooks.modules import Finder, NotCopied, itself
-from bridge.taps.taps import noop_hook
+from bridge.taps.taps import LOCK, noop_hook
 from bridge.wiring.reading_plan import ReadingHook
 from bridge.wiring.site import SiteHook
 
@@ -120,21 +120,23 @@ class ForcedEager(NotCopied):
         """Puts it there, unless that of another bridge around the model is there already."""
         assert self._find is not None
         module = self._find.module
-        there = module.__dict__.get("forward")
-        self._shares = there if isinstance(there, ForcedEager) else self
-        self._shares._users += 1
-        if self._shares is not self:
-            return
-        self._module = module
-        self._own, self.original = module.__dict__.get("forward"), module.forward
-        self.__wrapped__ = self.original  # whose signature this has
-        module.__dict__["forward"] = self
+        with LOCK:  # a generation may begin where another thread's run ends
+            there = module.__dict__.get("forward")
+            self._shares = there if isinstance(there, ForcedEager) else self
+            self._shares._users += 1
+            if self._shares is there:  # another's; or this one, which another has needed since it was detached
+                return
+            self._module = module
+            self._own, self.original = there, module.forward
+            self.__wrapped__ = self.original  # whose signature this has
+            module.__dict__["forward"] = self
 
     def detach(self) -> None:
         """Takes it away, when no bridge needs it any more."""
-        shares, self._shares = self._shares, None
-        if shares is not None:
-            shares._uninstall()
+        with LOCK:
+            shares, self._shares = self._shares, None
+            if shares is not None:
+                shares._uninstall()
 
     def _uninstall(self) -> None:
         self._users -= 1

@@ -6,13 +6,20 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from tests.every_type import generation, processing, reading, running, sums
+from tests.every_type import generation, processing, reading, rows, running, sums
 from tests.every_type.subject import Case, Outcome, Subject, outcome
 
 #: By name: what is promised, as a function that raises where it does not hold.
 PROPERTIES: dict[str, Callable[[Subject], None]] = (
-    running.PROPERTIES | sums.PROPERTIES | reading.PROPERTIES | generation.PROPERTIES | processing.PROPERTIES
+    running.PROPERTIES
+    | sums.PROPERTIES
+    | reading.PROPERTIES
+    | generation.PROPERTIES
+    | processing.PROPERTIES
+    | rows.PROPERTIES
 )
+#: What is tried of each type as usual, and not again with every option of its recipe.
+AS_USUAL = frozenset(rows.PROPERTIES)
 
 
 def outcomes(case: Case, names: Iterable[str] = PROPERTIES) -> dict[str, Outcome]:
@@ -27,7 +34,9 @@ def outcomes(case: Case, names: Iterable[str] = PROPERTIES) -> dict[str, Outcome
         found = outcome(subject, needed)
         if found.verdict != "right":
             return dict.fromkeys(names, found)
-    return {name: outcome(subject, PROPERTIES[name]) for name in names}
+    left_out = AS_USUAL if case.options else frozenset()
+    once = Outcome("absent", "it is tried of the type as usual")
+    return {name: once if name in left_out else outcome(subject, PROPERTIES[name]) for name in names}
 
 
 def _runs_plainly(subject: Subject) -> None:

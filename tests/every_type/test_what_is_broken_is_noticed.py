@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 import bridge.analysis.residual
@@ -14,7 +15,9 @@ from adapters import Architecture
 from adapters.views import Affine
 from bridge import ActivationCache, TransformerBridge
 from bridge.analysis.decomposition import StreamTerm
+from bridge.generation import batch, generation
 from bridge.harvest import Activations
+from bridge.hooks.rows import BatchRows
 from tests.every_type import reading
 from tests.every_type.subject import Case, Outcome, Subject, outcome
 from tests.every_type.table import PROPERTIES
@@ -152,3 +155,41 @@ def test_an_accident_is_no_refusal(broken) -> None:
 
     broken(TransformerBridge, "lens", fails)
     assert found("llama", "lens").verdict == "CRASH"
+
+
+#: What is broken of rows and requests: where, and what stands in its place; of which type; and which properties notice.
+BROKEN: dict[str, tuple[object, str, Callable[[Any], Any], Case, tuple[str, ...]]] = {
+    "padding that is not moved": (
+        BatchRows, "arrange", lambda own: lambda self, arguments, side: None, Case("llama"), ("rows", "rows beams"),
+    ),
+    "padding of an encoder that is moved to its front": (
+        BatchRows, "arrange", lambda own: lambda self, arguments, side: own(self, arguments, "left"),
+        Case("bart", "seq2seq"), ("rows cache",),
+    ),
+    "another seed": (
+        generation, "run_generate", lambda own: lambda *given: (torch.manual_seed(1), own(*given))[1], Case("llama"),
+        ("rows sampled",),
+    ),
+    "a cache whose padding stays in front": (
+        BatchRows, "given_back", lambda own: lambda self, activation, axes, behind: activation, Case("llama"),
+        ("rows cache",),
+    ),
+    "positions that count padding": (
+        BatchRows, "real", lambda own: lambda self, axis, length, rows: None, Case("llama"), ("rows edits",),
+    ),
+    "an end that is not told": (
+        batch._Batch, "fail", lambda own: lambda self, request, error: None, Case("llama"), ("requests",),
+    ),
+    "attention that stays exchanged": (
+        batch._ExchangedAttention, "give_back", lambda own: lambda self: None, Case("gemma2"), ("requests",),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("what", BROKEN)
+def test_rows_and_requests_that_are_not_as_alone_are_noticed(broken, what: str) -> None:
+    where, name, wrap, case, noticing = BROKEN[what]
+    broken(where, name, wrap)
+    for noticed in noticing:
+        assert outcome(Subject(case), PROPERTIES[noticed]).verdict in ("WRONG", "CRASH"), noticed

@@ -195,7 +195,7 @@ def test_what_would_be_wrong_is_refused_before_anything_runs(bridge):
         (bridge, {"interventions": [("blocks.0.hook_resid_post", Zero(rows=1))]}, "rows of one batch"),
         (bridge, {"interventions": [("blocks.0.hook_resid_post", Add("vector"))]}, "asks for inputs"),
         (bridge, {"each": [[]]}, "each has 1 sets of interventions, and there are 5 prompts"),
-        (TransformerBridge(tiny_model("t5", "seq2seq")), {}, "use bridge.generate"),
+        (TransformerBridge(tiny_model("t5", "seq2seq")), {}, "bridge.generate continues several"),
     ):
         with pytest.raises(ValueError, match=said):
             model.generate_batch(prompts(), NEW, **arguments)
@@ -315,12 +315,12 @@ def test_a_run_beside_it_waits_for_its_turn(bridge):
     assert not hasattr(bridge.core.config, "is_causal")
 
 
-def test_a_run_that_waits_while_the_last_answer_is_given_keeps_nobody_waiting(bridge, monkeypatch):
+def test_a_run_that_waits_while_the_last_answer_is_given_keeps_nobody_waiting(monkeypatch):
     """Its turn comes when the hooks that would give the turn back are gone.
 
     Patched: the moment between the two is too short to be met by chance.
     """
-    tokens = torch.tensor([[3, 4, 5]])
+    bridge, tokens = TransformerBridge(tiny_model("gemma2")), torch.tensor([[3, 4, 5]])
     batch.check_batches(bridge)  # which is a batch of its own
     begin, stop, asked = batch._Batch._begin, batch._Batch.stop, threading.Event()
     beside = threading.Thread(target=lambda: bridge.original_model(tokens), daemon=True)
@@ -330,11 +330,11 @@ def test_a_run_that_waits_while_the_last_answer_is_given_keeps_nobody_waiting(br
             asked.set()
         return begin(self, module, args, kwargs)
 
-    def ends(self, handles):
+    def ends(self):
         with batch._TURN:
             beside.start()
             assert asked.wait(60)
-            stop(self, handles)
+            stop(self)
         beside.join(60)
 
     monkeypatch.setattr(batch._Batch, "_begin", seen)

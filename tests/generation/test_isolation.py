@@ -9,7 +9,10 @@ from transformers import BloomConfig, BloomForCausalLM, GPTJConfig, GPTJForCausa
 from bridge import TransformerBridge
 from bridge.generation import batch
 from bridge.interventions import Add, Probe, Scale, Set
-from tests.conftest import tiny
+from tests.adapters.unknown_classes.parts import randomised
+from tests.adapters.unknown_classes.plain_modules import HundredLines
+from tests.conftest import tiny, torch_hooks
+from tests.tiny_images import image_inputs
 from tests.tiny_models import tiny_model
 
 GREEDY = {"do_sample": False, "verbose": False, "stop_at_eos": False}
@@ -166,6 +169,43 @@ def test_a_proof_is_made_once_and_asks_nothing_of_the_users_configuration(monkey
     assert made == [1]
 
 
+@pytest.mark.parametrize(
+    ("family", "task"),
+    [("bart", "seq2seq"), ("marian", "seq2seq"), ("pegasus", "seq2seq"), ("t5", "seq2seq"), ("whisper", "speech")],
+)
+def test_an_encoder_and_decoder_is_refused_by_name_before_anything_runs(family, task):
+    bridge, ran = TransformerBridge(tiny_model(family, task)), []
+    bridge.original_model.register_forward_pre_hook(lambda *given: ran.append(1))
+    name = type(bridge.core).__name__
+    for each in (None, [[], [("decoder.1.hook_resid_post", Scale(float("nan")))]]):
+        with pytest.raises(ValueError, match=f"{name} cannot generate many .* for decoders alone. bridge.generate"):
+            bridge.generate_batch([[5, 6, 7], [8, 9]], NEW, each=each, **GREEDY)
+    assert not ran and not bridge.wiring.listening
+
+
+def test_a_plain_module_is_refused_by_name_before_anything_runs():
+    module = randomised(HundredLines())
+    bridge, ran = TransformerBridge(module), []
+    module.register_forward_pre_hook(lambda *given: ran.append(1))
+    with pytest.raises(ValueError, match=r"HundredLines cannot generate many .* prompts of one length"):
+        bridge.generate_batch([[5, 6, 7], [8, 9]], NEW, **GREEDY)
+    with pytest.raises(TypeError, match="'attention_mask' is an argument of neither"):
+        bridge.generate(torch.tensor([[5, 6], [7, 0]]), NEW, attention_mask=torch.tensor([[1, 1], [1, 0]]), **GREEDY)
+    assert not ran
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_vl"])
+def test_requests_of_a_model_with_images_are_text_and_images_are_refused(family):
+    bridge = TransformerBridge(tiny_model(family, "image_text"))
+    for seed in range(4):
+        compare_one(bridge, seed)
+    tokens, given = image_inputs(family)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'pixel_values'"):
+        bridge.generate_batch(tokens, NEW, pixel_values=given["pixel_values"], **GREEDY)
+    assert not bridge.wiring.listening
+    compare_one(bridge, 5)
+
+
 def test_padding_is_told_or_refused():
     bridge = TransformerBridge.boot_embedded()
     texts = ["When Mary and John went to the store, John gave a drink to", "Mary and"]
@@ -199,8 +239,12 @@ def test_one_batch_at_a_time_and_one_that_nobody_goes_through_gives_the_model_ba
     assert bridge.core.config._attn_implementation == "sdpa"
 
 
-def test_batches_beside_threads_of_runs():
-    bridge, tokens = TransformerBridge(tiny("llama")), torch.tensor([[5, 6, 7, 8]])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text"])
+def test_batches_beside_threads_of_runs(family):
+    """Gemma 2 is of eager attention, which the engine exchanges: no other pass can be with what it sets."""
+    bridge, tokens = TransformerBridge(tiny_model(family)), torch.tensor([[5, 6, 7, 8]])
+    kernel = bridge.core.config._attn_implementation
+    assert kernel == ("eager" if family == "gemma2" else "sdpa")
     with torch.no_grad():
         right = bridge(tokens)
     wrong, ends = [], threading.Event()
@@ -226,8 +270,32 @@ def test_batches_beside_threads_of_runs():
             tokens_of = [answer.tokens.tolist() for answer in found]
             expected = expected or tokens_of
             assert tokens_of == expected and all(answer.error is None for answer in found)
+            assert tokens_of == [alone(bridge, prompts[i], each[i]) for i in range(2)]
     finally:
         ends.set()
         for thread in threads:
             thread.join()
     assert not wrong, wrong[:3]
+    assert bridge.core.config._attn_implementation == kernel
+    assert not bridge.wiring.listening and not torch_hooks(bridge.original_model)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "llama"])
+def test_a_model_is_as_it_was_between_two_answers_and_before_the_first(family):
+    bridge, tokens = TransformerBridge(tiny_model(family)), torch.tensor([[5, 6, 7, 8]])
+    kernel = bridge.core.config._attn_implementation
+    with torch.no_grad():
+        right = bridge(tokens), bridge.run_with_hooks(tokens, fwd_hooks=[(RESID, Scale(0.5))])
+
+    def is_as_it_was():
+        assert bridge.core.config._attn_implementation == kernel or family == "gemma2"
+        with torch.no_grad():
+            assert torch.equal(bridge(tokens), right[0])
+            assert torch.equal(bridge.run_with_hooks(tokens, fwd_hooks=[(RESID, Scale(0.5))]), right[1])
+
+    answers = bridge.generate_batch([[5, 6, 7], [8, 9, 10, 11], [12]], NEW, **GREEDY)
+    is_as_it_was()
+    for answer in answers:
+        assert answer.error is None
+        is_as_it_was()
+    assert bridge.core.config._attn_implementation == kernel

@@ -13,12 +13,13 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bridge import TransformerBridge
+from bridge.hooks.modules import Finder
 from bridge.run import layer_range
 from bridge.taps import attention
 from bridge.taps import attention_call as kernels
 from bridge.taps import taps as patched_functions
 from bridge.wiring import compiled, wiring
-from bridge.wiring.compiled import uncompiled
+from bridge.wiring.compiled import ForcedEager, forced_eager, uncompiled
 from tests.conftest import tiny, torch_hooks
 
 pytestmark = pytest.mark.unchecked  # checks of annotations would stand between a function and its lines
@@ -146,3 +147,27 @@ def test_compiled_code_that_is_kept_away(tokens):
 
     at_once(compiled, job)
     assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+def test_generations_that_begin_where_runs_end(tokens):
+    """Both put a forward of their own in front of the model's: it stayed, and called itself."""
+    bridge = TransformerBridge(tiny("gpt2"))
+    expected = bridge(tokens)
+    of_hooks = ForcedEager(Finder(bridge.original_model, ""))
+    with bridge.hooks([("hook_embed", lambda x, hook: None)]):
+        assert "forward" in bridge.original_model.__dict__
+
+    def job(index):
+        with forced_eager(Finder(bridge.original_model, "")):
+            assert torch.equal(bridge(tokens), expected)
+
+    at_once(compiled, job)
+    of_hooks.attach()
+    with forced_eager(Finder(bridge.original_model, "")):  # a generation, while which hooks go and others come
+        of_hooks.detach()
+        of_hooks.attach()
+        assert torch.equal(bridge(tokens), expected)
+    assert torch.equal(bridge(tokens), expected)
+    of_hooks.detach()
+    assert "forward" not in bridge.original_model.__dict__
+    assert torch.equal(bridge(tokens), expected)
