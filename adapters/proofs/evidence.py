@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from adapters.architecture import Architecture, NamedStep, Stack
+from adapters.attention import Attention
 from adapters.config import ModelConfig, config_of
 from adapters.inputs import Given, accepted_by, arguments_of, split, with_required_inputs
 from adapters.observe.observe import WRONG, CallRecorder, Calls, ModuleCall, one_line
@@ -325,6 +326,14 @@ class LayerStep:
     def module(self) -> str:
         """The path of its part."""
         return join(self.path, self.named.step.part.path)
+
+    def makes(self, letter: str) -> LayerStep:
+        """The step that makes an attention's queries (``q``), keys or values: this one, or one of another block."""
+        part = self.named.step.part
+        if letter == "q" or not isinstance(part, Attention) or part.keys_of is None:
+            return self
+        path = self.path.removesuffix(self.stack.place_of(self.layer)) + self.stack.place_of(part.keys_of)
+        return replace(self, prefix=f"{self.stack.name}.{part.keys_of}.", path=path, layer=part.keys_of)
 
 
 @dataclass

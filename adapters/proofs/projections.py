@@ -57,7 +57,8 @@ def prove_choices(evidence: Evidence, findings: Findings) -> None:
     """
     findings.claim(CLAIM)
     for place in evidence.places():
-        for letter in "qkv" if isinstance(place.named.step.part, Attention) else "":
+        part = place.named.step.part
+        for letter in part.projections if isinstance(part, Attention) else ():
             name = f"{place.part}hook_{letter}"
             site = evidence.bridge.hook_dict[name].point.site
             found = evidence.raw.get(site.path)
@@ -133,7 +134,8 @@ class _Columns:
         if len(keys) < 2:
             self.findings.inconclusive(CLAIM, f"{self.place.part}: a query may attend to fewer than two other keys")
             return
-        calls = {letter: self.made(letter) for letter in "qkv"}
+        # Keys of another block reach scores through the stream, too: those are proved by what they make.
+        calls = {letter: self.made(letter) for letter in self.part.projections}
         missing = [letter for letter, call in calls.items() if call is None or call.result is None]
         if missing:
             self.findings.holds(CLAIM, f"{self.place.part}hook_{missing[0]}", False, "its projection did not run")
@@ -155,8 +157,10 @@ class _Columns:
     def _reached(self, outputs: dict[str, Tensor], z: Tensor, query: int, keys: list[int]) -> dict[str, Tensor | None]:
         """Which columns of queries, keys and values reach each head at a query."""
         positions = {"query_pos": self.query_pos, "key_pos": self.key_pos}
-        made = [outputs["q"], outputs["k"]]
+        made = [outputs[letter] for letter in "qk" if letter in outputs]
         reaches = gradients_of_scores(self.scores, made, query=query, keys=keys, **positions)
+        if "v" not in outputs:
+            return {"q": reaches.from_query[0]}
         values = gradients_of_z(z, [outputs["v"]], query=query, key_pos=self.key_pos)[0]
         return {"q": reaches.from_query[0], "k": reaches.from_keys[1], "v": values}
 
@@ -248,8 +252,8 @@ def clipped(made: Tensor | None, part: Attention) -> Tensor | None:
 
 def normed(evidence: Evidence, place: LayerStep, part: Attention, letter: str) -> Tensor | None:
     """Queries or keys behind their norm, where they have one."""
+    place, norm = place.makes(letter), {"q": part.q, "k": part.k, "v": part.v}[letter].norm
     made = evidence.get(f"{place.part}hook_{letter}")
-    norm = part.projections[letter].norm
     if norm is None or made is None or part.rotary == "first":
         return clipped(made, part)
     call = evidence.call(place.module, norm.path)

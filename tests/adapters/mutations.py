@@ -178,7 +178,7 @@ def attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
     rolled = {}
     for letter in "qk":
         heads = facts.cfg.n_heads if letter == "q" else facts.cfg.n_kv_heads
-        each = part.projections[letter]
+        each: Projection = getattr(part, letter)
         rolled[letter] = replace(each, view=Rolled(each.view or Heads(heads), -1))
     yield "q and k shifted by one column alike", replace(part, **rolled), ""
     yield "rotary is not" if part.rotary else "not rotary is", replace(part, rotary=None if part.rotary else "last"), ""
@@ -203,7 +203,7 @@ def attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
     if part.position_bias:
         yield "position bias left out", replace(part, position_bias=None), ""
     for letter in "qk":
-        projection = part.projections[letter]
+        projection = getattr(part, letter)
         if norm := projection.norm:
             yield f"{letter}_norm left out", replace(part, **{letter: replace(projection, norm=None)}), ""
             for text, changed in _norm_changes(norm):
@@ -218,6 +218,9 @@ def attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
 
 def newer_attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
     """What only some attentions claim: gates, sinks, factors and norms around values, latents, widths."""
+    if part.keys_of is not None:
+        yield "makes its own keys", replace(part, keys_of=None), ""
+        yield "keys of the block before", replace(part, keys_of=part.keys_of - 1), ""
     if part.z_transform:
         yield f"no {type(part.z_transform).__name__} of z", replace(part, z_transform=None), ""
     if isinstance(gate := part.z_transform, Gate):
