@@ -43,7 +43,7 @@ from torch import Tensor
 from adapters.architecture import NOT_PROVED, Architecture
 from adapters.attention import Attention
 from adapters.imports import known_error
-from adapters.inputs import Given, may_take, sample_inputs, split
+from adapters.inputs import Given, arguments_of, may_take, sample_inputs, split
 from adapters.observe.observe import WRONG, evaluating, one_line, outside_of_modes
 from adapters.observe.probe_copy import is_moved, probe_copy, trivial_parameters, why_no_probe_copy
 from adapters.observe.recognised import ProgressBar, progress, tolerance
@@ -89,7 +89,7 @@ _CONSTANT = "random numbers in"
 #: How long a text is of which the claims are proved, too.
 _FAR = 67
 #: Claims that are not about the points that they are looked at: what is not offered is what is claimed.
-_OF_ALL = (ENDS, LOGITS, SLOPES)
+_OF_ALL = (ENDS, LOGITS)
 #: How long a text is at most that shows how far a position bias goes.
 _LONG = 160
 #: Each proof of the activations of one run, and what is said not to hold when it cannot be made.
@@ -417,6 +417,9 @@ class Proof:
         with outside_of_modes(model), evaluating(model):
             with torch.no_grad():
                 checks = self.mechanics.promised()
+                if any(check.wrong for check in self._slopes):  # what is left, as `verify` tries it
+                    given = arguments_of(self.bridge.core, *some_tokens(self.bridge, 2, 5, 3, self._given))
+                    self._moved(list(self.bridge.hook_dict), given)
             checks += [*_proofs(self.bridge, "inferred", self._given), *self._slopes]
         found: dict[str, str] = {}
         for check in checks:
@@ -504,7 +507,7 @@ class Proof:
         with _tried_on(self.bridge, why) as subject:
             slopes = Slopes(subject, names, split(subject.core, few), findings)
             findings.attempt(SLOPES, slopes.prove)
-        self._slopes = list(findings.checks())
+        self._slopes += findings.checks()
         return slopes.moved
 
     def _auxiliary(self) -> set[str]:

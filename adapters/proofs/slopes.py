@@ -84,6 +84,8 @@ class Slopes:
         most = min(_ROWS, max(_ROWS // 2, len(moved) // 50))
         groups = [*_shared_out(moved, most), *_shared_out(still, 2)]
         alone: list[list[str]] = []
+        if not groups:
+            return
         with torch.no_grad():
             for group, (off, told) in zip(groups, self._off(groups, _SIZES[0]), strict=True):
                 if off:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from adapters import verify
 from adapters.architecture import NOT_PROVED
+from adapters.model import map_model
 from adapters.proofs.feed_forward import GATED
 from adapters.proofs.slopes import SLOPES
 from adapters.views import Call, View
@@ -130,14 +131,28 @@ def test_no_name_of_a_parameter_decides(name: str) -> None:
     assert bool((getattr(bridge.original_model.module.blocks[1].n1, name) == 1).all())
 
 
-def test_it_is_said_in_one_line_that_gradients_are_no_slopes(caplog: pytest.LogCaptureFixture) -> None:
-    """The model cuts its graph: what edits do there, gradients do not say."""
+def test_a_point_whose_gradient_is_no_slope_is_withdrawn(caplog: pytest.LogCaptureFixture) -> None:
+    """The model cuts its graph behind the second norm: what edits do before it, gradients do not say."""
     with caplog.at_level(logging.WARNING, "bridge"):
         bridge = wrapped("detached")
     (said,) = [record.getMessage() for record in caplog.records if record.name == "bridge"]
-    assert f"{NOT_PROVED}: {SLOPES}" in said and len(said.splitlines()) == 1
-    assert "blocks.1.hook_mlp_in" in bridge.hook_dict and SLOPES in bridge.offered().not_offered
-    assert NOT_PROVED not in wrapped().offered().summary
+    assert NOT_PROVED in said and len(said.splitlines()) == 1
+    reasons = bridge.offered().not_offered
+    for name in ("blocks.1.attn.hook_q", "blocks.0.hook_resid_pre", "blocks.1.hook_attn_out"):
+        assert name not in bridge.hook_dict and reasons[name].startswith(f"{NOT_PROVED}: {SLOPES}"), name
+    assert {"blocks.1.hook_mlp_in", "blocks.2.ln2.hook_out", "blocks.2.hook_resid_post"} <= bridge.hook_dict.keys()
+    assert NOT_PROVED not in wrapped().offered().summary and verify(bridge).passed
+
+
+def test_nothing_reaches_for_a_point_that_was_withdrawn() -> None:
+    """The inputs of heads take over what is written at all of theirs; a norm has a gradient for each reader."""
+    model, reason = plain(), "withdrawn"
+    whole = map_model(TransformerBridge(model, cache_declaration=False).original_model, automatic=True)
+    left = whole.without({"blocks.1.hook_k_input": reason, "blocks.2.attn.hook_v": reason})
+    assert left.not_offered["blocks.1.hook_attn_in"] == f"it stands on blocks.1.hook_k_input: {reason}"
+    points = {point.name: point for point in left.points}
+    assert points["blocks.1.ln1.hook_out"].separate_consumers and "blocks.2.hook_attn_in" in points
+    assert not points["blocks.2.ln1.hook_out"].separate_consumers
 
 
 def test_what_was_not_proved_is_kept_with_the_declaration() -> None:
