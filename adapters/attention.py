@@ -310,9 +310,9 @@ class Attention:
         position_bias: the module of a position bias that is added to the scores, relative to the attention module; a
             layer may lack it and use the first one's.
         core: the module that computes scores and pattern, relative to `path`, where it is not that module itself.
-        cross: keys and values are made from an encoder's output.
-        keys_of: the index of the block whose attention's keys and values it reads, the last layers of Gemma 3n and 4:
-            `k` and `v` are that attention's, which has the same path. None: it makes its own.
+        keys_from: what keys and values are made from, where that is not what queries are made from: ``encoder``, its
+            output; or the index of the block whose attention's keys and values it reads (the last layers of Gemma 4):
+            `k` and `v` are that attention's, which has the same path.
         z_transform: what stands between ``pattern @ v`` and `hook_z`: a `Gate`, a `SinkGate`, an `AddedOutput`, a
             `Norm`, or an `Affine` with a factor.
         clamp: the bound that queries, keys and values are clamped to, and where: behind their projections (``made``),
@@ -337,13 +337,22 @@ class Attention:
     qk_shift: str | None = None
     position_bias: str | None = None
     core: str = ""
-    cross: bool = False
-    keys_of: int | None = None
+    keys_from: Literal["encoder"] | int | None = None
     z_transform: ZTransform | None = None
     clamp: tuple[float, Literal["made", "normed"]] | None = None
     score_bias_modules: tuple[str, ...] | None = None
     auxiliary_modules: tuple[tuple[str, str], ...] = ()
     config_values: Mapping[str, object] = field(default_factory=dict, hash=False)
+
+    @property
+    def cross(self) -> bool:
+        """Keys and values are made from an encoder's output."""
+        return self.keys_from == "encoder"
+
+    @property
+    def keys_of(self) -> int | None:
+        """The index of the block whose attention's keys and values it reads; None where it makes its own."""
+        return None if self.keys_from == "encoder" else self.keys_from
 
     @property
     def projections(self) -> dict[str, Projection]:

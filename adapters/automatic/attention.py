@@ -369,8 +369,7 @@ class FoundAttention:
             rotary="first" if self.normed_last else "last" if self.rotated() else None,
             norms_over=over.pop() if over else "heads",
             core="" if core == owner else relative(core, owner),
-            cross=self.cross,
-            keys_of=None if self.keys_of is None else self.keys_of[0],
+            keys_from="encoder" if self.cross else None if self.keys_of is None else self.keys_of[0],
             clamp=None if self.clip is None else (self.clip, "normed" if self.clips_normed else "made"),
             config_values={"n_heads": self.n_heads, "n_key_value_heads": len(self.found["k"][1])},
         )

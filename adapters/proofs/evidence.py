@@ -29,7 +29,7 @@ from adapters.points import (
     token_embedding,
 )
 from adapters.spread import Layout
-from adapters.views import View
+from adapters.views import Call, View
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What a verification found: a check for each claim, with what was seen where it failed.
@@ -407,6 +407,18 @@ class Evidence:
         """A path as it is declared, as one from the model."""
         return path_from(self.bridge.original_model, path)
 
+    def seen_by(self, hook: Hook) -> Call | None:
+        """The call of the module that a hook point stands on, as its view is given it; None where it did not run."""
+        raw = next(iter(self.raw.get(hook.point.site.path, ())), None)
+        if raw is None:
+            return None
+        sources = tuple(
+            (found.module, found.input)
+            for found in map(self.call, (site.path for site in hook.point.sources))
+            if found is not None and found.input is not None
+        )
+        return Call(raw.module, raw.args, raw.kwargs, sources)
+
     def get(self, name: str) -> Tensor | None:
         """An activation; None where there is no such hook point."""
         return self.activations.get(name)
@@ -506,6 +518,9 @@ def randomized_run(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> E
     sizes, cap = dict(RANDOMIZED), bridge.cfg.attn_scores_soft_cap
     if cap > 0:  # scores as large as it is, which show what it does to them
         sizes[".hook_q"] = sizes[".hook_k"] = 0.8 * max(cap, 6.25) ** 0.5
+    clips = [part.clip or 0.0 for block in bridge.architecture.stack.every_block for part in block.attentions]
+    for end in (".hook_q", ".hook_k", ".hook_v"):  # beyond every clamp, in the rows of large values
+        sizes[end] = max([sizes[end], *(clip / 4 for clip in clips)])
     names = [name for name, hook in bridge.hook_dict.items() if hook.point.group != "heavy"]
 
     def look(x: Tensor, hook: Hook) -> Tensor | None:

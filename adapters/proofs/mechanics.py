@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import fields
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ _OF_HEADS = re.compile(r"hook_(attn_in|[qkv]_input)$")
 _NORMED = re.compile(r"\bln.*hook_(scale|normalized|out)$")
 
 EMBEDDED = "rows of W_E in place of tokens give their logits"
+ATTRIBUTED = "what all terms of the stream add to the logits is the logits"
 
 #: Says of some hook points which do not hold, and why; what it raises is a reason, too.
 Test = Callable[[list[str]], dict[str, str]]
@@ -76,13 +78,18 @@ class Mechanics:
             self.resid_mid_reaches_both,
             self.starting_after_stopping,
             self.embeddings_in_place_of_tokens,
+            self.attributions_are_the_logits,
         )
 
     def promised(self) -> list[Check]:
         """Those of a full proof that a search for hook points that hold does not make."""
         self.names = list(self.bridge.hook_dict)
         return self._all(
-            self.unhooked, self.z_through_w_o, self.resid_mid_reaches_both, self.embeddings_in_place_of_tokens
+            self.unhooked,
+            self.z_through_w_o,
+            self.resid_mid_reaches_both,
+            self.embeddings_in_place_of_tokens,
+            self.attributions_are_the_logits,
         )
 
     def last(self) -> list[Check]:
@@ -366,6 +373,30 @@ class Mechanics:
             self.add(name, True, f"does not apply: {one_line(error)}")
         else:
             self.add_worst(name, [("logits", made, self.plain)])
+
+    def attributions_are_the_logits(self) -> None:
+        """What all terms of the stream add to the difference of two logits is that difference."""
+        weights, points = Weights(self.bridge.architecture, self.model, self.cfg).getters, self.bridge.hook_dict
+        if "unembed.W_U" not in weights or self.tokens.is_floating_point() or self.plain.ndim != 3:
+            self.add(ATTRIBUTED, True, "does not apply")
+            return
+        names, (one, other) = [name for name, hook in points.items() if hook.point.group != "heavy"], (1, 2)
+        try:
+            cache: Any = self.bridge.run_with_cache(self.tokens, names_filter=names, **self.more)[1]
+            parts: Tensor = cache.logit_attrs(cache.decompose_resid(), one, other, norm_weights=True).double()
+        except WRONG as error:  # which whoever asks for it is told
+            self.add(ATTRIBUTED, True, f"does not apply: {one_line(error)}")
+            return
+        direction = weights["unembed.W_U"]()[:, one].double() - weights["unembed.W_U"]()[:, other].double()
+        total = parts.sum(0)
+        if get := weights.get("unembed.b_U"):
+            total = total + (get()[one] - get()[other]).double()
+        if get := weights.get("ln_final.b"):
+            total = total + get().double() @ direction
+        logits, cap = self.plain.double(), self.bridge.architecture.readout.soft_cap
+        logits = logits if cap is None else torch.atanh(logits / cap) * cap
+        size = max(1.0, float(parts.abs().max()), float(logits[..., [one, other]].abs().max()))
+        self.add_worst(ATTRIBUTED, [("logits", total / size, (logits[..., one] - logits[..., other]) / size)])
 
     def starting_at_a_block(self) -> None:
         """A block that runs alone makes what it makes in a run from the start."""

@@ -10,9 +10,12 @@ from adapters.norms import Norm
 from adapters.observe.gradients import by_position, gradients_of_scores, gradients_of_z
 from adapters.observe.observe import ModuleCall
 from adapters.points import module_path
-from adapters.proofs.evidence import Evidence, Findings, LayerStep
+from adapters.proofs.evidence import RANDOMIZED, Evidence, Findings, LayerStep
 from adapters.views import Biased, Call, Heads, View
 
+WRITTEN = "what is written at a hook point is read there, at every position and of every size"
+#: The ends of the names of the points at which activations are replaced in other claims, and of what is made of them.
+_WRITTEN = (*RANDOMIZED, ".hook_post", ".hook_z")
 CLAIM = "queries, keys and values are the columns that reach each head's scores and z"
 
 
@@ -66,6 +69,33 @@ def prove_choices(evidence: Evidence, findings: Findings) -> None:
                 continue
             wrong = _why_no_choice(evidence.bridge.hook_dict[name].point.view, found[0], found[0].output)
             findings.holds(CLAIM, name, not wrong, wrong)
+
+
+def prove_written(evidence: Evidence, findings: Findings) -> None:
+    """What is written at a hook point is read there: at every position, and of every size.
+
+    Other claims replace these activations, and would not see how they are read.
+
+    Args:
+        evidence: a run.
+        findings: what is found is added to it.
+    """
+    findings.claim(WRITTEN)
+    generator = torch.Generator().manual_seed(5)
+    for name, hook in evidence.bridge.hook_dict.items():
+        site, call = hook.point.site, evidence.seen_by(hook) if name.endswith(_WRITTEN) else None
+        if call is None or site.kind not in ("output", "input") or site.key is not None:
+            continue
+        raw = evidence.raw[site.path][0]
+        x = raw.output if site.kind == "output" else raw.input
+        if not isinstance(x, Tensor):
+            continue
+        # Sizes from a thousandth to a thousand.
+        new = torch.randn((shape := hook.view.get(x, call).shape), generator=generator)
+        new = (new * 10 ** (6 * torch.rand(shape, generator=generator) - 3)).to(x)
+        read, size = hook.view.get(hook.view.put(x.clone(), new, call), call), new.abs().double() + 1
+        same = read.shape == new.shape and bool(((read - new).abs() / size <= findings.tolerance).all())
+        findings.holds(WRITTEN, name, same, "something else is read there")
 
 
 def _why_no_choice(view: View, call: ModuleCall, output: Tensor) -> str:

@@ -68,9 +68,9 @@ from adapters.proofs.facts import WEIGHTS as WEIGHTS
 from adapters.proofs.facts import prove_coverage, prove_facts, prove_modules, prove_weights
 from adapters.proofs.feed_forward import CLAIM as NORMS
 from adapters.proofs.feed_forward import GATED, prove_feed_forward, prove_norms
-from adapters.proofs.mechanics import EMBEDDED, Edits, Mechanics, Test
+from adapters.proofs.mechanics import ATTRIBUTED, EMBEDDED, Edits, Mechanics, Test
 from adapters.proofs.projections import CLAIM as COLUMNS
-from adapters.proofs.projections import prove_choices, prove_projections
+from adapters.proofs.projections import WRITTEN, prove_choices, prove_projections, prove_written
 from adapters.proofs.scores import PATTERN, SCORES, VALUES, prove_attention, telling_distance
 from adapters.proofs.slopes import SLOPES, Slopes
 from adapters.proofs.stream import ENDS, LOGITS, READS, prove_streams
@@ -89,7 +89,7 @@ _CONSTANT = "random numbers in"
 #: How long a text is of which the claims are proved, too.
 _FAR = 67
 #: Claims that are not about the points that they are looked at: what is not offered is what is claimed.
-_OF_ALL = (ENDS, LOGITS)
+_OF_ALL = (ENDS, LOGITS, ATTRIBUTED)
 #: How long a text is at most that shows how far a position bias goes.
 _LONG = 160
 #: Each proof of the activations of one run, and what is said not to hold when it cannot be made.
@@ -98,6 +98,7 @@ _PROOFS = (
     (NORMS, prove_norms),
     (SCORES, prove_attention),
     (GATED, prove_feed_forward),
+    (WRITTEN, prove_written),
     (FACTS, prove_facts),
 )
 
@@ -172,7 +173,7 @@ def without_claims(architecture: Architecture, names: Mapping[str, str]) -> Arch
     first, *rest = architecture.stacks
     if EMBEDDED in names:
         first = replace(first, embedding=replace(first.embedding, given="other"))
-    wrong = names.get(ENDS) or names.get(LOGITS)
+    wrong = names.get(ENDS) or names.get(LOGITS) or names.get(ATTRIBUTED)
     unknown = {"embedding": wrong, "readout": wrong} if wrong else {}
     return replace(architecture, stacks=(first, *rest), unknown={**unknown, **architecture.unknown})
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,11 +14,18 @@ from torch.nn import functional as F
 
 from adapters import verify
 from adapters.architecture import NOT_PROVED
+from adapters.attention import Attention as AttentionPart
 from adapters.model import map_model
+from adapters.proofs.facts import FACTS
 from adapters.proofs.feed_forward import GATED
+from adapters.proofs.mechanics import ATTRIBUTED
+from adapters.proofs.projections import WRITTEN
+from adapters.proofs.scores import SCORES
 from adapters.proofs.slopes import SLOPES
+from adapters.registry import declaration_for
 from adapters.views import Call, View
-from bridge import TransformerBridge
+from bridge import ActivationCache, TransformerBridge
+from tests.adapters.mutations import declared_as
 from tests.adapters.test_verify import change, failing
 from tests.conftest import tiny
 
@@ -193,15 +203,63 @@ class WrongFar(View):
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         seen = self.right.get(x, call)
-        far = torch.arange(seen.shape[1])[:, None] >= self.behind
+        far = torch.arange(seen.shape[1]).view(-1, *(1 for _ in seen.shape[2:])) >= self.behind
         return torch.where(far | (seen.abs() > self.beyond), 0.5 * seen, seen)
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         return self.right.put(x, new, call)
 
 
-@pytest.mark.parametrize(("behind", "beyond"), [(20, 1e9), (999, 100.0)], ids=["far", "large"])
-def test_what_is_wrong_far_or_large_alone_is_noticed(behind: int, beyond: float) -> None:
-    bridge, name = TransformerBridge(tiny("llama")), "blocks.1.mlp.hook_post"
+@pytest.mark.parametrize(("behind", "beyond"), [(20, 1e9), (999, 20.0)], ids=["far", "large"])
+@pytest.mark.parametrize(
+    ("of", "claim"), [("mlp.hook_post", GATED), ("mlp.hook_pre_linear", WRITTEN), ("attn.hook_q", WRITTEN)]
+)
+def test_what_is_wrong_far_or_large_alone_is_noticed(of: str, claim: str, behind: int, beyond: float) -> None:
+    bridge, name = TransformerBridge(tiny("llama")), f"blocks.1.{of}"
     change(bridge, name, view=WrongFar(bridge.hook_dict[name].view, behind, beyond))
-    assert GATED in failing(bridge)
+    assert claim in failing(bridge)
+
+
+class Detached(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).detach()
+
+
+@pytest.mark.parametrize("which", ["q_proj", "k_proj", "v_proj"])
+def test_a_projection_that_is_detached_is_noticed(which: str) -> None:
+    model = tiny("llama")
+    getattr(model.model.layers[1].self_attn, which).__class__ = Detached
+    assert SLOPES in failing(TransformerBridge(model))
+
+
+@pytest.mark.parametrize("bound", [30.0, 1e6])
+def test_a_clamp_that_never_acts_is_noticed(bound: float) -> None:
+    model = tiny("llama")
+    declared = declaration_for(model)
+    (step, *others), block = declared.stack.block.steps, declared.stack.block
+    assert isinstance(step.part, AttentionPart)
+    steps = (replace(step, part=replace(step.part, clamp=(bound, "made"))), *others)
+    wrong = replace(declared, stacks=(replace(declared.stack, block=replace(block, steps=steps)),))
+    with declared_as(wrong):
+        assert SCORES in failing(TransformerBridge(model))
+
+
+def test_a_length_that_the_configuration_does_not_say_is_noticed() -> None:
+    bridge = TransformerBridge(tiny("llama"))
+    assert bridge.cfg.n_ctx is not None
+    bridge.cfg.n_ctx //= 2
+    assert failing(bridge) == [FACTS]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_what_all_terms_add_to_the_logits_is_the_logits(family: str) -> None:
+    """A stream that goes on otherwise behind the last block: terms no longer sum to what is returned."""
+    bridge = TransformerBridge(tiny(family))
+    assert verify(bridge).passed
+    decomposed = ActivationCache.decompose_resid
+
+    def without_the_last(cache: ActivationCache, *args: Any, **kwargs: Any) -> Any:
+        return decomposed(cache, *args, **kwargs)[:-1]
+
+    with mock.patch.object(ActivationCache, "decompose_resid", without_the_last):
+        assert failing(bridge) == [ATTRIBUTED]
