@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
 
+Read = TypeVar("Read")
 _SEAL = "checksum of this file"
 
 
@@ -50,6 +52,26 @@ def unsealed(text: str | bytes) -> dict[str, Any]:
     if checksum is not None and checksum != _checksum(found):
         raise ValueError("its checksum is another than the one that it names")
     return found
+
+
+def read_file(path: str | Path, what: str, read: Callable[[dict[str, Any]], Read]) -> Read:
+    """What a file says; an error about it names the file.
+
+    Args:
+        path: the file, of JSON with a checksum or without.
+        what: such as ``"circuit"``.
+        read: makes it of the data.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is damaged, or holds something else.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"path is {str(path)!r}, which is no file")
+    try:
+        return read(unsealed(Path(path).read_bytes()))
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ValueError(f"{path} holds no {what} that can be read: {error}") from error
 
 
 def _checksum(said: dict[str, Any]) -> str:

@@ -3,12 +3,14 @@
     python benchmarks/circuits.py time                 EAP-IG of all edges of a 12-layer d768 GPT-2, one pair
     python benchmarks/circuits.py shipped              the shipped model's IOI circuit
     python benchmarks/circuits.py smollm FOLDER        SmolLM2-135M-Instruct's, from the folder of its GGUF file
+    python benchmarks/circuits.py graph TOKENS LIMIT   the graph of features of a random model of SmolLM2-135M's size
 
 Times are alternated with what they are compared with, and given as medians of the ratios.
 """
 
 from __future__ import annotations
 
+import resource
 import statistics
 import sys
 import time
@@ -16,11 +18,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from bridge import TransformerBridge
 from bridge.circuits import EdgeScores, Graph, edge_attribution, edge_effects, faithfulness_curve, logit_difference
 from bridge.circuits.edge_runs import evaluations
+from bridge.features import attribution_graph
 from bridge.tasks import Pairs, embedded_pairs, ioi
 
 SHARES = (0.02, 0.05, 0.1, 0.2)
@@ -148,6 +151,50 @@ def smollm(folder: Path) -> None:
         print(f"  {sender:>8} -> {receiver:<9} {score:+.3f}")
 
 
+class Transcoder(torch.nn.Module):
+    """Random features of which few are active, as in trained ones."""
+
+    def __init__(self, d: int, n: int) -> None:
+        super().__init__()
+        self.W_enc, self.W_dec = torch.randn(d, n) / d**0.5, torch.randn(n, d) / n**0.5
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x / x.square().mean(-1, keepdim=True).sqrt().detach() @ self.W_enc - 1.6)
+
+    def decode(self, features: torch.Tensor) -> torch.Tensor:
+        return features @ self.W_dec
+
+
+def graph_of_features(n_tokens: int, limit: int, layers: int = 30, features: int = 1024) -> None:
+    """What a graph needs above a run with the gradients of the same activations, on Linux."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=576, num_hidden_layers=layers, num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536,
+        vocab_size=49152, max_position_embeddings=n_tokens,
+    )  # fmt: skip
+    bridge = TransformerBridge(LlamaForCausalLM(config).eval().requires_grad_(False))
+    reads, writes = ("hook_resid_mid", "hook_mlp_out")
+    points = [
+        bridge.add_basis(f"blocks.{i}.{writes}", "tc", Transcoder(576, features), reads=f"blocks.{i}.{reads}").name
+        for i in range(layers)
+    ]
+    tokens = torch.randint(0, 49152, (1, n_tokens))
+    with torch.no_grad():
+        _, cache = bridge.run_with_cache(tokens, names_filter=points)
+    active = sum(int((found != 0).sum()) for found in cache.values())
+    del cache
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    start = time.perf_counter()
+    graph = attribution_graph(bridge, tokens, points, limit=limit)
+    took = time.perf_counter() - start
+    more = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3 - before
+    lost = float(graph.influence()[[node.kind == "dropped" for node in graph.nodes]].sum() / graph.probabilities.sum())
+    print(
+        f"{n_tokens} tokens, {active} active features, {len(graph.nodes)} nodes of at most {limit}: {took:.0f} s, "
+        f"{more:.0f} MB above the runs before; {lost:.0%} of the influence lost"
+    )
+
+
 if __name__ == "__main__":
     what = sys.argv[1] if len(sys.argv) > 1 else ""
     if what == "time":
@@ -156,5 +203,7 @@ if __name__ == "__main__":
         shipped()
     elif what == "smollm" and len(sys.argv) == 3:
         smollm(Path(sys.argv[2]))
+    elif what == "graph" and len(sys.argv) == 4:
+        graph_of_features(int(sys.argv[2]), int(sys.argv[3]))
     else:
         sys.exit(__doc__)

@@ -4,7 +4,13 @@ Scores of edges come from `edge_effects` (exact) or `edge_attribution` (from gra
 by them; `Circuit.evaluate` and `faithfulness_curve` say how faithful these are.
 """
 
-from bridge.circuits.attribution import edge_attribution, edge_effects, mean_scores, path_patching
+from bridge.circuits.attribution import (
+    edge_attribution,
+    edge_effects,
+    information_flow,
+    mean_scores,
+    path_patching,
+)
 from bridge.circuits.circuits import SHARES, Circuit, EdgeScores, faithfulness_curve
 from bridge.circuits.edge_runs import Curve, Evaluation
 from bridge.circuits.graph import Graph, LayerShape, Metric, kl_divergence, logit_difference
@@ -21,6 +27,7 @@ __all__ = [
     "edge_attribution",
     "edge_effects",
     "faithfulness_curve",
+    "information_flow",
     "kl_divergence",
     "logit_difference",
     "mean_scores",

@@ -13,14 +13,14 @@ from bridge.analysis.analysis import refuse_training
 from bridge.bridge import TransformerBridge
 from bridge.circuits.circuits import EdgeScores
 from bridge.circuits.edge_runs import effects_of_edges
-from bridge.circuits.graph import Graph, Metric, Port, SenderOutputs, pairs_of, written_in_both
+from bridge.circuits.graph import Graph, Metric, Port, SenderOutputs, one_number, pairs_of, written, written_in_both
 from bridge.hooks.arguments import check_choice, check_positive, refuse_wrong_types
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.rows import tiled
 from bridge.patching.runs import tokens_per_run
-from bridge.run.inputs import Prompts
+from bridge.run.inputs import Prompts, prompts_with
 
-METHODS = ("gradient", "inputs", "activations", "own_activations")
+METHODS = ("gradient", "inputs", "clean_corrupted", "activations", "own_activations")
 
 #: On the way from here to the metric lie all receivers.
 BEGIN = "blocks.0.hook_resid_pre"
@@ -46,15 +46,17 @@ def edge_attribution(
       Circuit Discovery").
     - ``"inputs"`` (EAP-IG-inputs): the mean over runs whose embeddings go from the corrupted ones to the clean ones in
       equal steps, the last not included (Hanna, Pezzelle and Belinkov 2024, "Have Faith in Faithfulness").
+    - ``"clean_corrupted"``: the mean of the clean and the corrupted run, as in the code of the last.
     - ``"activations"`` (EAP-IG-activations): the mean over runs in each of which one part of the model (the embeddings,
       a layer's heads together, its MLP) writes what lies on the way from the corrupted to the clean run, all else being
       the clean run's (Mueller et al. 2025, "MIB: A Mechanistic Interpretability Benchmark").
 
     - ``"own_activations"``: the same, but each sender gets the gradients of the runs of its own part alone.
 
-    The first three are what the benchmark's code computes. Papers differ: for inputs, theirs takes the steps 1 to m of
+    The first four are what the benchmark's code computes. Papers differ: for inputs, theirs takes the steps 1 to m of
     m (the code 0 to m - 1); for activations, the formula is that of the last method (the code gives the gradients of
-    every run to all senders).
+    every run to all senders). On TransformerLens that code has no gradients at the first layer's queries, keys and
+    values while it replaces the embeddings, where no positions are added to these (rotary models); here they count.
 
     Args:
         bridge: the bridge, in evaluation mode.
@@ -93,6 +95,8 @@ def edge_attribution(
         found.of_runs(BEGIN, one.parts[0], one.parts[0], [1.0])
     elif method == "inputs":
         found.of_runs(BEGIN, one.parts[0], other.parts[0], [k / steps for k in range(steps)])
+    elif method == "clean_corrupted":
+        found.of_runs(BEGIN, one.parts[0], other.parts[0], [0.0, 1.0])
     else:
         parts = [(BEGIN, one.parts[0], other.parts[0], slice(0, 1))]
         for layer, shape in enumerate(graph.layers):
@@ -185,7 +189,7 @@ class _Gradients:
                 fwd_hooks=put,
                 bwd_hooks=[(port.name, self._gather(port, n, weight, senders)) for port in self.graph.ports],
             )
-            total = torch.stack([self.metric(part) for part in logits.split(self.batch)]).sum()
+            total = torch.stack([one_number(self.metric, part) for part in logits.split(self.batch)]).sum()
             torch.autograd.grad(total, leaves)
 
     def _gather(self, port: Port, n: int, weight: float, senders: slice) -> Callable[..., None]:
@@ -201,6 +205,51 @@ class _Gradients:
                 self.scores[port.first : port.first + port.count, at] += weight * found
 
         return gather
+
+
+@torch.no_grad()
+@refuse_wrong_types
+def information_flow(bridge: TransformerBridge, prompts: Prompts, **model_kwargs: Any) -> EdgeScores:
+    """How near what each receiver reads is to what each sender wrote: scores without a metric and without corruption.
+
+    The score of an edge is the sender's share of proximities ``max(|y| - |y - x|, 0)``, where y is what the receiver
+    reads, x what the sender wrote, and the lengths are sums of absolute values: a mean over tokens, then over prompts
+    (Ferrando and Voita 2024, "Information Flow Routes: Automatically Interpreting Language Models at Scale"; as in the
+    code of the Mechanistic Interpretability Benchmark). Heads of a layer read the same stream, so have the same scores.
+
+    Args:
+        bridge: the bridge.
+        prompts: ``[batch, pos]``, or what a processor gives; with an ``attention_mask``, padding counts for nothing.
+        model_kwargs: what else the model takes with them.
+
+    Returns:
+        A score from 0 to 1 for every edge; those of a receiver add up to 1, or to 0 where nothing is near.
+
+    Raises:
+        ValueError: a model without such a graph.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.circuits import information_flow
+        >>> bridge = TransformerBridge.boot_embedded()
+        >>> scores = information_flow(bridge, bridge.to_tokens("Mary and John went to the store"))
+        >>> bool((scores.values.sum(1) - 1).abs().max() < 1e-5)
+        True
+    """
+    graph, given = Graph.of(bridge), prompts_with(bridge, prompts, model_kwargs)
+    parts = written(graph, bridge, given).parts
+    streams = {port.name: _stream(graph, port) for port in graph.ports}
+    _, cache = bridge.run_with_cache(given, names_filter=list(dict.fromkeys(streams.values())))
+    counted = given.get("attention_mask", torch.ones_like(given["input_ids"])).to(parts)
+    weights = counted / counted.sum(1, keepdim=True) / len(counted)
+    values = torch.zeros(graph.exists.shape, dtype=torch.float64)
+    for port in graph.ports:
+        read = cache[streams[port.name]]
+        near = read.abs().sum(-1) - torch.stack([(read - part).abs().sum(-1) for part in parts[: port.upstream]])
+        near = near.clamp(min=0)
+        shares = near / near.sum(0).clamp(min=torch.finfo(near.dtype).tiny)
+        values[port.first : port.first + port.count, : port.upstream] = (shares * weights).sum((1, 2)).double().cpu()
+    return EdgeScores(graph, values)
 
 
 @refuse_wrong_types
@@ -331,7 +380,7 @@ def path_patching(
         if mine:
             hooks.append((port.name, _given(port, mine, inputs[port.name])))
     patched = bridge.run_with_hooks(pair[0], fwd_hooks=hooks)
-    return float(metric(patched)) - float(metric(one.logits))
+    return float(one_number(metric, patched)) - float(one_number(metric, one.logits))
 
 
 def _given(port: Port, which: list[int], stream: Tensor) -> Callable[..., Tensor]:

@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import heapq
 import importlib
+import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,10 +33,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from adapters.sealed import sealed, unsealed
+from adapters.sealed import read_file, sealed
 from bridge.bridge import TransformerBridge
-from bridge.circuits.edge_runs import Curve, Evaluation, effects_of_edges, evaluations
-from bridge.circuits.graph import Graph, Metric, pairs_of
+from bridge.circuits.edge_runs import Curve, Evaluation, effects_of_edges, evaluations, refuse_another_model
+from bridge.circuits.graph import Graph, LayerShape, Metric, pairs_of
 from bridge.hooks.arguments import check_choice, refuse_wrong_types
 from bridge.patching.patching import texts_of
 from bridge.run.inputs import Prompts
@@ -112,6 +114,21 @@ def _joins(graph: Graph, writing: set[str], reading: set[str]) -> list[tuple[str
         for receiver in inputs
         if sender in writing and graph.receivers[receiver] in reading and graph.receivers[receiver] != sender
     ]
+
+
+def _mib_name(name: str) -> str:
+    """What the benchmark calls a sender or a receiver."""
+    found = re.fullmatch(r"L(\d+)(?:MLP|H(\d+)(?:\.([qkv]))?)", name)
+    if found is None:
+        return "input" if name == "embed" else name
+    layer, head, letter = found.groups()
+    return f"m{layer}" if head is None else f"a{layer}.h{head}" + (f"<{letter}>" if letter else "")
+
+
+def _mib_edges(graph: Graph) -> dict[str, tuple[int, int]]:
+    """Receiver and sender of each edge, by the benchmark's name."""
+    senders, receivers = ([_mib_name(name) for name in names] for names in (graph.senders, graph.receivers))
+    return {f"{senders[j]}->{receivers[i]}": (i, j) for i, j in graph.exists.nonzero().tolist()}
 
 
 _FORMAT = "transformer-bridge circuit"
@@ -242,7 +259,7 @@ class Circuit:
         Args:
             bridge: the bridge.
             clean, corrupted: pairs of prompts, ``[batch, pos]``, or what a processor gives.
-            metric: from logits ``[batch, pos, d_vocab]`` to one number.
+            metric: from logits ``[batch, pos, d_vocab]`` to one number, or one for each prompt.
             ablation: see above.
             reference: for ``"mean"``: the prompts that the mean is over, ``[rows, pos]``; None: the corrupted ones.
             model_kwargs: what else the model takes with both prompts of a pair, such as ``pixel_values=``. Where each
@@ -281,10 +298,57 @@ class Circuit:
         }
         Path(path).write_text(sealed(content), encoding="utf-8")
 
+    @refuse_wrong_types
+    def to_mib(self, path: str | Path, bridge: TransformerBridge) -> None:
+        """Writes the circuit, with the scores of all edges, as the Mechanistic Interpretability Benchmark reads it.
+
+        That is the JSON of EAP-IG's ``Graph.from_json``: nodes ``input``, ``a3.h2``, ``m3``; edges ``a0.h1->a3.h2<q>``.
+
+        Args:
+            path: the file.
+            bridge: the model of the circuit.
+
+        Raises:
+            ValueError: a circuit of another model; one with grouped keys, or with a layer without heads or MLP, for
+                which that graph has no nodes.
+
+        Example:
+            >>> import tempfile, pathlib
+            >>> from bridge import TransformerBridge
+            >>> from bridge.circuits import Circuit, Graph
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> circuit = Circuit.of_edges(Graph.of(bridge), ["embed->L1H0.v", "L1H0->logits"])
+            >>> path = pathlib.Path(tempfile.mkdtemp()) / "circuit.json"
+            >>> circuit.to_mib(path, bridge)
+            >>> Circuit.load(path) == circuit
+            True
+        """
+        graph = self.graph
+        refuse_another_model(graph, bridge)
+        first = graph.layers[0]
+        if set(graph.layers) != {first} or not first.mlp or not first.heads == first.key_heads > 0:
+            raise ValueError(
+                "the benchmark's graph has an MLP and as many heads in each layer, all with keys of their own: "
+                f"{bridge.cfg.model_name} has not"
+            )
+        used = {graph.senders.index(name) for name in self.nodes if name != "logits"}
+        nodes = {_mib_name(name): {"in_graph": at in used} for at, name in enumerate(graph.senders)}
+        nodes["logits"] = {"in_graph": bool(self.mask[-1].any())}
+        config = {
+            "n_layers": len(graph.layers), "n_heads": first.heads, "parallel_attn_mlp": first.parallel,
+            "d_model": bridge.cfg.d_model,
+        }  # fmt: skip
+        edges = {
+            edge: {"score": float(self.scores[at]), "in_graph": bool(self.mask[at])}
+            for edge, at in _mib_edges(graph).items()
+        }
+        content = {"cfg": config, "nodes": nodes, "edges": edges}
+        Path(path).write_text(json.dumps(content, allow_nan=False) + "\n", encoding="utf-8")
+
     @classmethod
     @refuse_wrong_types
     def load(cls, path: str | Path) -> Circuit:
-        """Reads what `save` wrote.
+        """Reads what `save` or `to_mib` wrote, or what the benchmark's own code writes.
 
         Args:
             path: the file.
@@ -303,22 +367,35 @@ class Circuit:
             >>> Circuit.load(path).edges
             [('embed', 'logits', 0.0)]
         """
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"path is {str(path)!r}, which is no file")
-        try:
-            content = unsealed(Path(path).read_bytes())
-            if content.get("format") != _FORMAT:
-                raise ValueError("`Circuit.save` did not write it")
-            if content["version"] != _VERSION:
-                raise ValueError(f"it is of version {content['version']}; this package reads version {_VERSION}")
-            graph = Graph.from_dict(content["layers"])
-            mask = torch.zeros_like(graph.exists)
-            scores = torch.zeros(mask.shape, dtype=torch.float64)
-            for sender, receiver, score in content["edges"]:
-                at = graph.edge(f"{sender}->{receiver}")
-                mask[at], scores[at] = True, score
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} holds no circuit that can be read: {error}") from error
+        return read_file(path, "circuit", cls._of_file)
+
+    @classmethod
+    def _of_file(cls, content: dict[str, Any]) -> Circuit:
+        if {"cfg", "nodes", "edges"} <= content.keys():
+            return cls._of_mib(content)
+        if content.get("format") != _FORMAT:
+            raise ValueError("`Circuit.save` did not write it")
+        if content["version"] != _VERSION:
+            raise ValueError(f"it is of version {content['version']}; this package reads version {_VERSION}")
+        graph = Graph.from_dict(content["layers"])
+        mask = torch.zeros_like(graph.exists)
+        scores = torch.zeros(mask.shape, dtype=torch.float64)
+        for sender, receiver, score in content["edges"]:
+            at = graph.edge(f"{sender}->{receiver}")
+            mask[at], scores[at] = True, score
+        return cls(graph, mask, scores)
+
+    @classmethod
+    def _of_mib(cls, content: dict[str, Any]) -> Circuit:
+        config = content["cfg"]
+        layer = LayerShape(config["n_heads"], config["n_heads"], True, bool(config["parallel_attn_mlp"]))
+        graph = Graph([layer] * config["n_layers"])
+        known, edges = _mib_edges(graph), content["edges"]
+        if different := sorted(known.keys() ^ edges.keys()):
+            raise ValueError(f"its edges are not those of its model: {different[0]} is in one of them alone")
+        mask, scores = torch.zeros_like(graph.exists), torch.zeros(graph.exists.shape, dtype=torch.float64)
+        for edge, at in known.items():
+            mask[at], scores[at] = bool(edges[edge]["in_graph"]), float(edges[edge]["score"])
         return cls(graph, mask, scores)
 
     @refuse_wrong_types
@@ -588,4 +665,5 @@ def faithfulness_curve(
     # The benchmark's code rounds down, and leaves out what is on no way from the embeddings to the logits.
     masks = [pick(int(share * whole), absolute).pruned().mask for share in shares]
     found = evaluations(scores.graph, masks, bridge, clean, corrupted, metric, ablation, reference, model_kwargs)
-    return Curve(tuple(shares), tuple(one.faithfulness for one in found))
+    each = [one.prompts for one in found if one.prompts is not None]
+    return Curve(tuple(shares), tuple(one.faithfulness for one in found), torch.stack(each).cpu() if each else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +13,18 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from bridge.bridge import TransformerBridge
-from bridge.circuits.graph import Graph, Metric, Port, heads_of, names_of, pairs_of, written, written_in_both
-from bridge.hooks.arguments import check_choice
+from bridge.circuits.graph import (
+    Graph,
+    Metric,
+    Port,
+    heads_of,
+    names_of,
+    one_number,
+    pairs_of,
+    written,
+    written_in_both,
+)
+from bridge.hooks.arguments import check_choice, check_positive, refuse_wrong_types
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.rows import tiled
 from bridge.patching.runs import Edit, Patch, PatchedRuns
@@ -102,6 +113,7 @@ class Evaluation:
         circuit: with every edge replaced but those of the circuit.
         complement: with the circuit's edges replaced.
         share: the circuit's part of all edges.
+        prompts: the first three for each prompt, ``[3, batch]``, if the metric gives a number for each.
     """
 
     model: float
@@ -109,6 +121,7 @@ class Evaluation:
     circuit: float
     complement: float
     share: float
+    prompts: Float[Tensor, "kind batch"] | None = None
 
     def _part(self, value: float) -> float:
         if self.model == self.ablated:
@@ -135,10 +148,13 @@ class Curve:
     Attributes:
         shares: parts of all edges, from small to large.
         faithfulness: of the circuit of each size.
+        prompts: for each size the metric of the model, of no edges and of the circuit for each prompt, ``[share, 3,
+            batch]``, if the metric gives a number for each.
     """
 
     shares: tuple[float, ...]
     faithfulness: tuple[float, ...]
+    prompts: Float[Tensor, "share kind batch"] | None = None
 
     @property
     def cpr(self) -> float:
@@ -149,6 +165,73 @@ class Curve:
     def cmd(self) -> float:
         """The circuit-model distance: the area between the curve and 1 (Mueller et al. 2025). 0 is best."""
         return self._area([abs(1 - value) for value in self.faithfulness])
+
+    @refuse_wrong_types
+    def intervals(self, level: float = 0.95, draws: int = 1000, seed: int = 0) -> dict[str, Tensor]:
+        """How far the numbers may be off because these prompts were taken and no others: bootstrap intervals.
+
+        Prompts are drawn again, as many as there are, and everything is computed of these (Efron 1979).
+
+        Args:
+            level: how much of the draws an interval holds.
+            draws: how often prompts are drawn.
+            seed: of the draws.
+
+        Returns:
+            The lower and the upper end of ``"faithfulness"``, ``[share, 2]``, and of ``"cpr"`` and ``"cmd"``, ``[2]``.
+
+        Raises:
+            ValueError: the metric gave one number for all prompts; a level that is none between 0 and 1.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> from bridge.circuits import edge_attribution, faithfulness_curve, logit_difference
+            >>> from bridge.tasks import embedded_pairs
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> pairs = embedded_pairs(bridge, "ioi", 6)
+            >>> scores = edge_attribution(bridge, pairs.clean, pairs.corrupted, pairs.metric())
+            >>> each = logit_difference(pairs.answers, pairs.wrong, each=True)
+            >>> curve = faithfulness_curve(scores, bridge, pairs.clean, pairs.corrupted, each, shares=(0.1, 0.5, 1.0))
+            >>> low, high = curve.intervals()["cpr"].tolist()
+            >>> low <= curve.cpr <= high
+            True
+            >>> curve.draw("EAP-IG")
+            Picture('Faithfulness of circuits')
+        """
+        if self.prompts is None:
+            raise ValueError(
+                "intervals are over prompts: give a metric with a number for each, as logit_difference(each=True)"
+            )
+        check_positive("draws", draws)
+        if not 0 < level < 1:
+            raise ValueError(f"level is {level}; it is between 0 and 1")
+        batch = self.prompts.shape[-1]
+        drawn = torch.randint(batch, (draws, batch), generator=torch.Generator().manual_seed(seed))
+        model, ablated, circuit = self.prompts.double()[..., drawn].mean(-1).unbind(1)
+        faithful = (circuit - ablated) / (model - ablated)
+        widths = torch.tensor(self.shares, dtype=torch.float64).diff()
+
+        def area(values: Tensor) -> Tensor:
+            return ((values[1:] + values[:-1]) / 2 * widths[:, None]).sum(0)
+
+        ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
+        found = {"faithfulness": faithful, "cpr": area(faithful), "cmd": area((1 - faithful).abs())}
+        return {name: values.quantile(ends, dim=-1).movedim(0, -1) for name, values in found.items()}
+
+    @refuse_wrong_types
+    def draw(self, name: str = "circuit", **options: Any) -> Any:
+        """A picture of the curve, by `bridge.pictures.faithfulness`: with `intervals` if the metric allows them.
+
+        Args:
+            name: of the curve.
+            options: as `bridge.pictures.faithfulness` takes them.
+
+        Raises:
+            ImportError: what pictures need is not installed.
+        """
+        pictures = importlib.import_module("bridge.pictures")
+        bands = {} if self.prompts is None else {name: self.intervals()["faithfulness"]}
+        return pictures.faithfulness(self.shares, {name: self.faithfulness}, bands, **options)
 
     def _area(self, values: Sequence[float]) -> float:
         """By trapezoids between the shares."""
@@ -177,21 +260,34 @@ def evaluations(
     Raises:
         ValueError: as there.
     """
-    model_graph = Graph.of(bridge)
-    if graph != model_graph:
-        raise ValueError(f"the circuit is of {graph}, and this model is {model_graph}")
+    refuse_another_model(graph, bridge)
     one, two = pairs_of(bridge, clean, corrupted, model_kwargs)
     other = _other(graph, bridge, two, ablation, reference)
     with torch.no_grad():
-        model = float(metric(bridge(one)))
-        ablated = float(metric(run_with_edges_replaced(graph, bridge, one, other, graph.exists[None])[0]))
+        model = torch.as_tensor(metric(bridge(one)))
+        ablated = metric(run_with_edges_replaced(graph, bridge, one, other, graph.exists[None])[0])
         found = []
         for mask in masks:
             replaced = torch.stack([graph.exists & ~mask, mask])
             alone, without = run_with_edges_replaced(graph, bridge, one, other, replaced)
-            share = int(mask.sum()) / graph.n_edges
-            found.append(Evaluation(model, ablated, float(metric(alone)), float(metric(without)), share))
+            measured = torch.stack(
+                [torch.as_tensor(value) for value in (model, ablated, metric(alone), metric(without))]
+            )
+            whole, none, circuit, complement = (float(value.mean()) for value in measured)
+            share, each = int(mask.sum()) / graph.n_edges, measured[:3] if model.ndim else None
+            found.append(Evaluation(whole, none, circuit, complement, share, each))
     return found
+
+
+def refuse_another_model(graph: Graph, bridge: TransformerBridge) -> None:
+    """Refuses a circuit of another graph than the model's.
+
+    Raises:
+        ValueError: it is.
+    """
+    model_graph = Graph.of(bridge)
+    if graph != model_graph:
+        raise ValueError(f"the circuit is of {graph}, and this model is {model_graph}")
 
 
 def _other(
@@ -242,7 +338,7 @@ def effects_of_edges(
     values = torch.zeros(graph.exists.shape, dtype=torch.float64)
     differs = [part.abs().amax((0, 2)).nonzero().flatten() for part in change]
     wanted = [(receiver, sender) for receiver, sender in wanted if len(differs[sender])]
-    base = float(metric(one.logits))
+    base = float(one_number(metric, one.logits))
     ports = [graph.port_of[receiver] for receiver, _ in wanted]
     hooks = [bridge.hook_dict[port.name] for port in ports]
     patches = []
@@ -252,7 +348,7 @@ def effects_of_edges(
     with tqdm(total=len(wanted), desc="patching edges", unit="edge", disable=not verbose) as bar:
         for patch, logits in PatchedRuns(bridge, clean, hooks, size=bridge.cfg.n_heads).logits(patches):
             receiver, sender = wanted[patch.index]
-            values[receiver, sender] = float(metric(logits)) - base
+            values[receiver, sender] = float(one_number(metric, logits)) - base
             bar.update()
     return values
 

@@ -286,15 +286,33 @@ def _shape_of(bridge: TransformerBridge, index: int) -> LayerShape:
 Metric = Callable[[Float[Tensor, "batch pos d_vocab"]], Tensor]
 
 
+def one_number(metric: Metric, logits: Float[Tensor, "batch pos d_vocab"]) -> Tensor:
+    """What a metric says of some prompts together.
+
+    Raises:
+        ValueError: it gives a number for each.
+    """
+    found = torch.as_tensor(metric(logits))
+    if found.numel() != 1:
+        raise ValueError(
+            f"metric gives {list(found.shape)} numbers, one for each prompt: scores are of one, such as their mean"
+        )
+    return found.squeeze()
+
+
 @refuse_wrong_types
 def logit_difference(
-    answers: Int[Tensor, " batch"], wrong: Int[Tensor, " batch"], position: int | Int[Tensor, " batch"] = -1
+    answers: Int[Tensor, " batch"],
+    wrong: Int[Tensor, " batch"],
+    position: int | Int[Tensor, " batch"] = -1,
+    each: bool = False,
 ) -> Metric:
     """How much higher the right token's logit is than the wrong one's, on average over the prompts.
 
     Args:
         answers, wrong: a token of each prompt, ``[batch]``.
         position: where to look, for all prompts or for each.
+        each: a number for each prompt in place of their mean, for `Circuit.evaluate` and `Curve.intervals`.
 
     Raises:
         ValueError: there are not as many wrong tokens as answers.
@@ -313,7 +331,8 @@ def logit_difference(
             raise ValueError(f"the logits have {logits.shape[0]} rows, and there are {len(answers)} answers")
         rows = torch.arange(len(answers), device=logits.device)
         here = logits[:, position] if isinstance(position, int) else logits[rows, position.to(logits.device)]
-        return (here[rows, answers.to(logits.device)] - here[rows, wrong.to(logits.device)]).mean()
+        found = here[rows, answers.to(logits.device)] - here[rows, wrong.to(logits.device)]
+        return found if each else found.mean()
 
     metric.__name__ = "logit_difference"  # what pictures call it
     return metric

@@ -2,7 +2,7 @@
 
 from bridge.features.directions import Direction, direction, write_into_weights, written_points
 from bridge.features.features import evaluate_features, feature_attribution, feature_logit_attrs
-from bridge.features.graph import AttributionGraph, Node, attribution_graph
+from bridge.features.graph import AttributionGraph, Node, ScoreTerms, attribution_graph, score_terms
 from bridge.features.interchange import RotationFit, fit_rotation, interchange
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "Direction",
     "Node",
     "RotationFit",
+    "ScoreTerms",
     "attribution_graph",
     "direction",
     "evaluate_features",
@@ -17,6 +18,7 @@ __all__ = [
     "feature_logit_attrs",
     "fit_rotation",
     "interchange",
+    "score_terms",
     "write_into_weights",
     "written_points",
 ]

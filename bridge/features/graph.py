@@ -1,17 +1,36 @@
-"""Attribution graphs: who sends how much to whom in a local replacement model."""
+"""Attribution graphs: who sends how much to whom in a local replacement model.
+
+What comes in: a bridge, a prompt, and hook points in a basis. What goes out: an `AttributionGraph` of features, errors,
+tokens and logits; or the `ScoreTerms` of one attention score.
+
+The mechanism, in order:
+
+1. `attribution_graph` holds patterns and norm factors (`bridge.linearised`), and refuses a model that still bends.
+2. `_ReplacementRun` runs the model once. What a basis explains becomes its features and what they leave unexplained.
+   Each of these stands in the run as a leaf of autograd's graph: a `_Source`.
+3. A row, what one receiver gets from every node, is its gradient at the leaves, times what stands there (`_rows`).
+4. With a limit, `_most_influential` goes from the logits backwards and computes the rows of those features alone that
+   are among the most influential so far. `_among` then makes the graph of the nodes that are kept.
+5. `score_terms` takes the rows of one query and one key, whose product is the score.
+
+It knows nothing of what bases are made of, and asks for a picture when one is drawn.
+"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from functools import partial
+from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from adapters.sealed import read_file, sealed
 from adapters.views.basis import InBasis, dense
 from bridge.analysis.analysis import refuse_training
 from bridge.bases.bases import takes_over, written_later
@@ -29,6 +48,9 @@ _LINEAR_BEHIND = (
 )  # fmt: skip
 
 
+Kind = Literal["feature", "error", "token", "constant", "dropped", "logit"]
+
+
 @dataclass(frozen=True)
 class Node:
     """A feature, an error, a token or a logit in an attribution graph.
@@ -36,14 +58,15 @@ class Node:
     Attributes:
         kind: ``feature``; ``error``, what no basis explains of what stands at `point`; ``token``, what begins the
             stream; ``constant``, what decoders write at `point` where no feature is active, or at the point ``biases``
-            all that no other node sends; ``logit``, less the mean of all logits.
+            all that no other node sends; ``dropped``, all nodes together that a limit left out; ``logit``, less the
+            mean of all logits.
         point: the hook point that it stands on.
         pos: its position.
         index: the feature, or the token of a logit; 0 for other nodes.
         head: of features of each head, whose.
     """
 
-    kind: Literal["feature", "error", "token", "constant", "logit"]
+    kind: Kind
     point: str
     pos: int
     index: int = 0
@@ -61,18 +84,21 @@ class AttributionGraph:
     """What every node sends directly to every other one, in one run.
 
     Attributes:
-        nodes: features, then errors, tokens, constants and logits.
+        nodes: features, then errors, tokens, constants, what a limit dropped, and logits.
         adjacency: ``[receiver, sender]``: how much of the receiver's value (of a logit less the mean of all) comes
             straight from the sender, past no other node. The row of a feature or a logit adds up to its value.
         values: ``[node]``: features and logits as they are in the run; of errors, tokens and constants the length of
-            the vector, and 0 for ``biases``, which is none.
+            the vector, and 0 for ``biases`` and ``dropped``, which are none.
         probabilities: of the logits' tokens.
+        received: ``[node]``: of features and logits the sizes of all that they get, added up, constants aside and
+            dropped nodes one by one; otherwise 0. Influence is counted in shares of it.
     """
 
     nodes: tuple[Node, ...]
     adjacency: Float[Tensor, "node node"]
     values: Float[Tensor, " node"]
     probabilities: Float[Tensor, " logit"]
+    received: Float[Tensor, " node"]
     _at: dict[Node, int] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -88,32 +114,38 @@ class AttributionGraph:
         sender, receiver = edge
         return float(self.adjacency[self._at[receiver], self._at[sender]])
 
+    def _of(self, *kinds: Kind) -> list[int]:
+        return [i for i, node in enumerate(self.nodes) if node.kind in kinds]
+
     def _shares(self) -> Float[Tensor, "node node"]:
         """Each edge's share of the sizes of all that its receiver gets, constants aside: they explain nothing."""
         sizes = self.adjacency.abs()
-        sizes[:, [i for i, node in enumerate(self.nodes) if node.kind == "constant"]] = 0
-        return sizes / sizes.sum(1, keepdim=True).clamp(min=1e-10)
+        sizes[:, self._of("constant", "dropped")] = 0
+        for dropped in self._of("dropped"):  # one by one they are larger than their sum
+            sizes[:, dropped] = (self.received - sizes.sum(1)).clamp(min=0)
+        return sizes / self.received[:, None].clamp(min=1e-10)
 
     def influence(self) -> Float[Tensor, " node"]:
         """How much of the logits goes through each node, directly or not.
 
         Edges are taken as shares of the sizes of all that a node receives, and followed to the logits, which count by
-        their probabilities (Ameisen et al. 2025, "Circuit Tracing").
+        their probabilities (Ameisen et al. 2025, "Circuit Tracing"). What ``dropped`` has is what a limit lost: the
+        ways to the logits that begin at a node that was left out.
 
         Example:
             See `attribution_graph`.
         """
         shares = self._shares().double()
         weights = shares.new_zeros(len(self.nodes))
-        weights[len(self.nodes) - len(self.probabilities) :] = self.probabilities.double()
-        # Edges go forward alone: w @ (shares + shares^2 + ...) ends.
-        whole = torch.linalg.solve(
-            torch.eye(len(weights), dtype=shares.dtype, device=shares.device) - shares.T, weights
-        )
-        return (whole - weights).to(self.adjacency.dtype)
+        weights[self._of("logit")] = self.probabilities.double()
+        whole = torch.zeros_like(weights)
+        while weights.any():  # edges go forward alone, so every way ends
+            weights = weights @ shares
+            whole += weights
+        return whole.to(self.adjacency.dtype)
 
     def largest(self, n: int) -> list[tuple[str, str, float]]:
-        """The edges with the most influence, as `bridge.pictures.circuit` takes them.
+        """The edges with the most influence, as `bridge.pictures.circuit` takes them; none is of what was dropped.
 
         Args:
             n: how many.
@@ -121,13 +153,18 @@ class AttributionGraph:
         Raises:
             ValueError: no edge is asked for.
         """
+        pairs = self._largest(n)
+        return [(str(self.nodes[j]), str(self.nodes[i]), float(self.adjacency[i, j])) for i, j in pairs]
+
+    def _largest(self, n: int) -> list[tuple[int, int]]:
+        """Receivers and senders of the edges with the most influence."""
         check_positive("n", n)
         weights = self.influence()
-        weights[len(self.nodes) - len(self.probabilities) :] = self.probabilities
-        n = min(n, int(self.adjacency.count_nonzero()))
-        found = (self._shares() * weights[:, None]).flatten().topk(n)
-        pairs = [divmod(int(at), len(self.nodes)) for at in found.indices]
-        return [(str(self.nodes[j]), str(self.nodes[i]), float(self.adjacency[i, j])) for i, j in pairs]
+        weights[self._of("logit")] = self.probabilities
+        sizes = self._shares() * weights[:, None]
+        sizes[:, self._of("dropped")] = 0
+        found = sizes.flatten().topk(min(n, int(sizes.count_nonzero())))
+        return [divmod(int(at), len(self.nodes)) for at in found.indices]
 
     @refuse_wrong_types
     def draw(self, n: int, bridge: TransformerBridge, tokens: Int[Tensor, "1 pos"], **options: Any) -> Any:
@@ -147,8 +184,7 @@ class AttributionGraph:
             See `attribution_graph`.
         """
         pictures = importlib.import_module("bridge.pictures")
-        if tokens.shape[1] != self.nodes[-1].pos + 1:
-            raise ValueError(f"tokens has {tokens.shape[1]} positions; the graph is of {self.nodes[-1].pos + 1}")
+        self._refuse_another_length(tokens)
         edges = self.largest(n)
         drawn = {name for sender, receiver, _ in edges for name in (sender, receiver)}
         nodes = {}
@@ -161,6 +197,185 @@ class AttributionGraph:
                 nodes[str(node)] = pictures.CircuitNode(column=column, label=label, position=node.pos)
         given = {"nodes": nodes, "tokens": bridge.to_str_tokens(tokens[0]), "measure": "contribution"}
         return pictures.circuit(edges, **(given | {"title": "Attribution graph"} | options))
+
+    @refuse_wrong_types
+    def save(
+        self,
+        path: str | Path,
+        bridge: TransformerBridge,
+        tokens: Int[Tensor, "1 pos"],
+        n: int | None = None,
+        name: str = "graph",
+        scan: str = "",
+    ) -> None:
+        """Writes the graph as JSON that the interfaces of Neuronpedia and circuit-tracer read.
+
+        Constants and what was dropped, which these do not know, are in a part of the file that they pass over.
+
+        Args:
+            path: the file.
+            bridge: the bridge, which knows the text of its tokens.
+            tokens: the prompt of the graph, ``[1, pos]``.
+            n: how many edges, those with the most influence; None: all.
+            name: by which the interfaces list it (``slug``).
+            scan: the features' name there, such as ``"gemma-2-2b"``.
+
+        Raises:
+            ValueError: a prompt of another length; no edge is asked for.
+
+        Example:
+            See `AttributionGraph.load`.
+        """
+        self._refuse_another_length(tokens)
+        words = _words(bridge, tokens[0])
+        influence = self.influence()
+        first = influence.sort(descending=True)
+        up_to = torch.zeros_like(influence).scatter(0, first.indices, first.values.cumsum(0) / influence.sum())
+        ids = [_identity(node, bridge.cfg.n_layers, tokens) for node in self.nodes]
+        weights = dict(zip(self._of("logit"), self.probabilities.tolist(), strict=True))
+        said = [
+            _as_interfaces_have_it(node, ids[i], tokens, bridge)
+            | {"influence": float(up_to[i]), "activation": float(self.values[i]), "token_prob": weights.get(i, 0.0)}
+            for i, node in enumerate(self.nodes)
+        ]
+        if n is None:
+            pairs = self.adjacency.nonzero().tolist()
+        else:
+            pairs = self._largest(n)
+        links = [{"source": ids[j], "target": ids[i], "weight": float(self.adjacency[i, j])} for i, j in pairs]
+        unknown = {ids[i] for i in self._of("constant", "dropped")}
+        own = {
+            "version": 1,
+            "nodes": [[ids[i], *astuple(node)] for i, node in enumerate(self.nodes)],
+            "values": self.values.tolist(),
+            "received": self.received.tolist(),
+            "links": [link for link in links if link["source"] in unknown],
+        }
+        metadata = {
+            "slug": name, "scan": scan, "transcoder_list": [], "prompt_tokens": words, "prompt": "".join(words),
+            "node_threshold": None, "schema_version": 1,
+        }  # fmt: skip
+        pinned = {"pinnedIds": [], "supernodes": [], "linkType": "both", "clickedId": "", "sg_pos": ""}
+        content = {
+            "metadata": metadata,
+            "qParams": pinned,
+            "nodes": [node for node in said if node["node_id"] not in unknown],
+            "links": [link for link in links if link["source"] not in unknown],
+            _OWN: own,
+        }
+        Path(path).write_text(sealed(content, allow_nan=False), encoding="utf-8")
+
+    @classmethod
+    @refuse_wrong_types
+    def load(cls, path: str | Path) -> AttributionGraph:
+        """Reads what `save` wrote, or a graph that circuit-tracer wrote.
+
+        circuit-tracer's file has no constants, so its rows do not add up to values, and edges alone that it kept. Its
+        features are called those of a basis ``transcoder`` on the MLPs' outputs.
+
+        Args:
+            path: the file.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: the file is no graph, or damaged, or of another version.
+
+        Example:
+            >>> import tempfile, pathlib, torch
+            >>> from bridge import TransformerBridge
+            >>> from bridge.features import AttributionGraph, attribution_graph
+            >>> bridge, path = TransformerBridge.boot_embedded(), pathlib.Path(tempfile.mkdtemp()) / "graph.json"
+            >>> tokens, W = bridge.to_tokens("Mary and John"), torch.eye(128)[:, :4]
+            >>> basis = {"encode": lambda x: (x @ W).relu(), "decode": lambda f: f @ W.T}
+            >>> point = bridge.add_basis("blocks.1.hook_resid_pre", "few", **basis)
+            >>> graph = attribution_graph(bridge, tokens, [point.name])
+            >>> graph.save(path, bridge, tokens)
+            >>> torch.equal(AttributionGraph.load(path).adjacency, graph.adjacency)
+            True
+        """
+        return read_file(path, "attribution graph", cls._of_file)
+
+    @classmethod
+    def _of_file(cls, content: dict[str, Any]) -> AttributionGraph:
+        own = content.get(_OWN)
+        if own is not None and own["version"] != 1:
+            raise ValueError(f"it is of version {own['version']}; this package reads version 1")
+        said = {node["node_id"]: node for node in content["nodes"]}
+        nodes = {at: Node(*of) for at, *of in own["nodes"]} if own else {at: _read(node) for at, node in said.items()}
+        at = {name: i for i, name in enumerate(nodes)}
+        adjacency = torch.zeros(len(nodes), len(nodes))
+        for link in [*content["links"], *(own["links"] if own else ())]:
+            adjacency[at[link["target"]], at[link["source"]]] = link["weight"]
+        values = own["values"] if own else [said[name]["activation"] or 0.0 for name in nodes]
+        received = torch.tensor(own["received"]) if own else adjacency.abs().sum(1)
+        ends = [said[name]["token_prob"] for name, node in nodes.items() if node.kind == "logit"]
+        if not len(values) == len(received) == len(nodes):
+            raise ValueError(f"it has {len(nodes)} nodes, {len(values)} values and {len(received)} sums")
+        return cls(tuple(nodes.values()), adjacency, torch.tensor(values), torch.tensor(ends), received)
+
+    def _refuse_another_length(self, tokens: Tensor) -> None:
+        if tokens.shape[1] != self.nodes[-1].pos + 1:
+            raise ValueError(f"tokens has {tokens.shape[1]} positions; the graph is of {self.nodes[-1].pos + 1}")
+
+
+#: The part of a graph's file that other programs do not know.
+_OWN = "transformer_bridge"
+#: What others call the kinds of nodes.
+_KINDS: dict[Kind, str] = {
+    "feature": "cross layer transcoder", "error": "mlp reconstruction error", "token": "embedding", "logit": "logit",
+}  # fmt: skip
+
+
+def _words(bridge: TransformerBridge, tokens: Tensor) -> list[str]:
+    """The texts of tokens, or their numbers where nobody knows them."""
+    if bridge.tokenizer is None:
+        return [str(token) for token in tokens.tolist()]
+    return [bridge.to_single_str_token(token) for token in tokens.tolist()]
+
+
+def _identity(node: Node, n_layers: int, tokens: Tensor) -> str:
+    """A name of a node for interfaces: that of circuit-tracer for features of MLPs, tokens and logits."""
+    if node.kind == "feature":
+        _, layer, *point = node.point.split(".")
+        parts = [layer, str(node.index), str(node.pos)]
+        if point[0] != "hook_mlp_out":
+            parts.append(".".join(point))
+        if node.head is not None:
+            parts.append(f"h{node.head}")
+        return "_".join(parts)
+    if node.kind == "token":
+        return f"{'E' if node.point == 'hook_embed' else node.point}_{int(tokens[0, node.pos])}_{node.pos}"
+    if node.kind == "logit":
+        return f"{n_layers + 1}_{node.index}_{node.pos}"
+    return f"{node.kind}_{node.point}_{node.pos}"
+
+
+def _as_interfaces_have_it(node: Node, name: str, tokens: Tensor, bridge: TransformerBridge) -> dict[str, Any]:
+    """A node by the fields that Neuronpedia and circuit-tracer read."""
+    layer, feature, words = "E", node.pos, ""
+    if node.kind == "logit":
+        layer, feature = str(bridge.cfg.n_layers + 1), node.index
+        words = f'Output "{_words(bridge, torch.tensor([node.index]))[0]}"'
+    elif node.kind in ("feature", "error"):
+        layer = node.point.split(".")[1]
+        pair = int(layer) + node.index
+        feature = pair * (pair + 1) // 2 + node.index if node.kind == "feature" else -1  # Cantor's number of the pair
+    return {
+        "node_id": name, "jsNodeId": name, "feature": feature, "layer": layer, "ctx_idx": node.pos, "clerp": words,
+        "feature_type": _KINDS.get(node.kind, node.kind), "is_target_logit": node.kind == "logit", "run_idx": 0,
+        "reverse_ctx_idx": 0,
+    }  # fmt: skip
+
+
+def _read(said: dict[str, Any]) -> Node:
+    """A node of circuit-tracer's."""
+    kind = next((kind for kind, name in _KINDS.items() if name == said["feature_type"]), None)
+    if kind is None:
+        raise ValueError(f"a node is of type {said['feature_type']!r}; known are {', '.join(_KINDS.values())}")
+    index = int(said["node_id"].split("_")[1]) if kind in ("feature", "logit") else 0
+    within = f"blocks.{said['layer']}.hook_mlp_out"
+    points = {"feature": f"{within}.transcoder", "error": within, "token": "hook_embed", "logit": "logits"}
+    return Node(kind, points[kind], int(said["ctx_idx"]), index)
 
 
 def _column(node: Node, n_layers: int) -> tuple[int, str]:
@@ -182,6 +397,7 @@ def attribution_graph(
     *,
     logits: Int[Tensor, " logit"] | int = 3,
     without_positions: Sequence[int] = (),
+    limit: int | None = None,
     together: int = 64,
     **model_kwargs: Any,
 ) -> AttributionGraph:
@@ -200,6 +416,11 @@ def attribution_graph(
     MLP's derivative in this run: what enters such a feature is what a small change does, and does not add up. What it
     sends is exact. Such a feature gets nothing from ``biases``.
 
+    Where there are more nodes than `limit`, those with the most influence are kept, found from the logits backwards: a
+    feature's senders are looked at once it is among the most influential itself. Edges between kept nodes are those of
+    the whole graph; what a node gets from all others comes from the one node ``dropped``, whose influence is what was
+    lost. Memory grows with the kept nodes, not with the features that are active.
+
     Args:
         bridge: the bridge, in evaluation mode.
         tokens: one prompt, ``[1, pos]``, or what a processor gives.
@@ -208,15 +429,17 @@ def attribution_graph(
         logits: the tokens whose logits, at the last position, are nodes; or how many of the likeliest.
         without_positions: positions at which features and errors are no nodes (the first, as a rule, where features
             mean little). They still do what they did in the run.
-        together: how many rows are computed at once.
+        limit: how many features, errors and tokens are nodes; None: all.
+        together: how many rows are computed at once, or fewer where their gradients would take over 1 GiB.
         model_kwargs: what else the model takes with it, such as ``pixel_values=``.
 
     Returns:
         The graph.
 
     Raises:
-        ValueError: a point that is in no basis, or in one of something else inside a part; training mode; a model that
-            is not linear where patterns, factors and MLPs are held (a state space, a gate); nothing to attribute.
+        ValueError: a point that is in no basis, or in one of something else inside a part; training mode; no node or
+            no row asked for; a model that is not linear where patterns, factors and MLPs are held (a state space, a
+            gate); nothing to attribute.
 
     Example:
         >>> import torch
@@ -238,18 +461,195 @@ def attribution_graph(
         Picture('Attribution graph')
     """
     refuse_training(bridge)
+    check_positive("together", together)
+    if limit is not None:
+        check_positive("limit", limit)
     bases = _checked_bases(bridge, points)
     prompt = prompts_with(bridge, tokens, model_kwargs)
-    length = prompt["input_ids"].shape[1]
-    kept = torch.ones(length, dtype=torch.bool, device=bridge.cfg.device)
-    kept[list(without_positions)] = False
+    kept = _positions(bridge, prompt, without_positions)
     with torch.no_grad():
         plain = bridge(prompt)[0, -1].float()
     shares = plain.softmax(-1)
     chosen = shares.topk(logits).indices if isinstance(logits, int) else logits.to(shares.device)
     with bridge.linearised(prompt), torch.enable_grad():
         _refuse_what_is_not_linear(bridge, prompt)
-        return _ReplacementRun(bridge, prompt, bases, kept).graph(chosen, shares[chosen], together)
+        run = _ReplacementRun(bridge, prompt, bases, kept, chosen, shares[chosen], together)
+        return run.graph(limit)
+
+
+@dataclass(frozen=True, repr=False)
+class ScoreTerms:
+    """One attention score as a sum over pairs of nodes: one's part of the query, times the other's of the key.
+
+    Attributes:
+        queries, keys: the nodes.
+        query_parts, key_parts: ``[node, d_head]``: what each contributes to the head's query and key, behind norms and
+            rotation, the scale of scores in the queries.
+        position: what is added to the product of query and key (ALiBi, relative positions); 0 for other models.
+    """
+
+    queries: tuple[Node, ...]
+    keys: tuple[Node, ...]
+    query_parts: Float[Tensor, "query d_head"]
+    key_parts: Float[Tensor, "key d_head"]
+    position: float
+
+    def __repr__(self) -> str:
+        return f"ScoreTerms({len(self.queries)} x {len(self.keys)} nodes, score {self.score:.4g})"
+
+    @property
+    def values(self) -> Float[Tensor, "query key"]:
+        """The term of each pair. With `position` they add up to the score."""
+        return self.query_parts @ self.key_parts.T
+
+    @property
+    def score(self) -> float:
+        """The score, before a soft cap and the mask."""
+        return float(self.query_parts.sum(0) @ self.key_parts.sum(0)) + self.position
+
+    def largest(self, n: int) -> list[tuple[Node, Node, float]]:
+        """The terms of the largest size: the node of the query, that of the key, the term.
+
+        Args:
+            n: how many.
+
+        Raises:
+            ValueError: no term is asked for.
+        """
+        check_positive("n", n)
+        found: list[tuple[float, int, int]] = []
+        for first in range(0, len(self.queries), _ROWS):  # a table of all pairs may be too large
+            terms = self.query_parts[first : first + _ROWS] @ self.key_parts.T
+            for at in terms.flatten().abs().topk(min(n, terms.numel())).indices.tolist():
+                i, j = divmod(at, len(self.keys))
+                found.append((float(terms[i, j]), first + i, j))
+        found.sort(key=lambda term: -abs(term[0]))
+        return [(self.queries[i], self.keys[j], term) for term, i, j in found[:n]]
+
+
+#: Positions that are said to the model by numbers that are added to scores.
+_ADD_TO_SCORES = ("alibi", "relative_positional_bias")
+#: How many rows of a table of pairs are looked at together.
+_ROWS = 1024
+
+
+@refuse_wrong_types
+def score_terms(
+    bridge: TransformerBridge,
+    tokens: Prompts,
+    points: Sequence[str],
+    layer: int,
+    head: int,
+    query: int,
+    key: int,
+    *,
+    without_positions: Sequence[int] = (),
+    together: int = 64,
+    **model_kwargs: Any,
+) -> ScoreTerms:
+    """Why a head attends from one position to another: its score, taken apart into pairs of features.
+
+    In the replacement model of `attribution_graph`, patterns and norm factors held, queries and keys are sums of what
+    features, errors, tokens and constants contribute, so a score is a sum over pairs of them, exactly (Kamath et al.
+    2025, "Tracing Attention Computation Through Feature Interactions"). Rotation and norms of queries and keys are in
+    it.
+
+    Args:
+        bridge: the bridge, in evaluation mode.
+        tokens: one prompt, ``[1, pos]``, or what a processor gives.
+        points: hook points in a basis, as for `attribution_graph`.
+        layer, head: which head.
+        query, key: the positions that are attended from and to.
+        without_positions, together, model_kwargs: as for `attribution_graph`.
+
+    Raises:
+        ValueError: as `attribution_graph`; a layer, head or position that is not there; a key behind the query; a head
+            whose queries and keys are no hook points; scores that are not their product.
+
+    Example:
+        >>> import torch
+        >>> from bridge import TransformerBridge
+        >>> from bridge.features import score_terms
+        >>> bridge, W = TransformerBridge.boot_embedded(), torch.eye(128)[:, :6]
+        >>> basis = {"encode": lambda x: (x @ W).relu(), "decode": lambda f: f @ W.T}
+        >>> point = bridge.add_basis("blocks.1.hook_mlp_out", "tc", **basis, reads="blocks.1.hook_resid_mid")
+        >>> tokens = bridge.to_tokens("Mary and John")
+        >>> terms = score_terms(bridge, tokens, [point.name], layer=3, head=1, query=3, key=1)
+        >>> _, cache = bridge.run_with_cache(tokens, names_filter="blocks.3.attn.hook_attn_scores")
+        >>> abs(terms.score - float(cache["scores", 3][0, 1, 3, 1])) < 1e-4
+        True
+        >>> abs(float(terms.values.sum()) + terms.position - terms.score) < 1e-4
+        True
+    """
+    refuse_training(bridge)
+    check_positive("together", together)
+    bases = _checked_bases(bridge, points)
+    prompt = prompts_with(bridge, tokens, model_kwargs)
+    attention = f"blocks.{layer}.attn"
+    made = [
+        next(
+            (
+                name
+                for name in (f"{attention}.hook_rot_{letter}", f"{attention}.hook_{letter}")
+                if name in bridge.hook_dict
+            ),
+            "",
+        )
+        for letter in "qk"
+    ]
+    if not all(made) or f"{attention}.hook_attn_scores" not in bridge.hook_dict:
+        raise ValueError(
+            f"{bridge.cfg.model_name} has no queries, keys and scores in layer {layer} that are hook points"
+        )
+    with torch.no_grad():
+        _, cache = bridge.run_with_cache(prompt, names_filter=f"{attention}.hook_attn_scores")
+    scores = cache[f"{attention}.hook_attn_scores"]
+    for what, index, size in (
+        ("head", head, scores.shape[1]),
+        ("query", query, scores.shape[2]),
+        ("key", key, scores.shape[3]),
+    ):
+        if not 0 <= index < size:
+            raise ValueError(f"{what} is {index}; there are {size}, counted from 0")
+    score = _uncapped_by(bridge.cfg.attn_scores_soft_cap, scores[0, head, query, key].float())
+    if not torch.isfinite(score):
+        raise ValueError(f"position {query} does not attend to position {key}: there is no score")
+    with bridge.linearised(prompt), torch.enable_grad():
+        _refuse_what_is_not_linear(bridge, prompt, made)
+        none = torch.zeros(0, dtype=torch.long, device=score.device)
+        run = _ReplacementRun(
+            bridge,
+            prompt,
+            bases,
+            _positions(bridge, prompt, without_positions),
+            none,
+            score.new_zeros(0),
+            together,
+            made,
+        )
+        vectors = run.read[made[0]][0, query, head], run.read[made[1]][0, key]
+        keys = vectors[1][head * len(vectors[1]) // scores.shape[1]]
+        (queries, query_parts), (others, key_parts) = run.parts(vectors[0]), run.parts(keys)
+    part, cfg = bridge.architecture.stack.block_at(layer).attn, bridge.cfg
+    if cfg.use_attn_scale and part is not None:
+        query_parts = query_parts / (part.own("attn_scale", cfg.attn_scale) or 1.0)
+    product = float(query_parts.sum(0) @ key_parts.sum(0))
+    position = float(score) - product
+    if cfg.positional_embedding_type not in _ADD_TO_SCORES:
+        if abs(position) > 1e-3 * max(1.0, float(query_parts.norm() * key_parts.norm())):
+            raise ValueError(
+                f"the score is {float(score):.4g}, and the product of query and key "
+                f"{product:.4g}: a term for each pair would be of something else"
+            )
+        position = 0.0
+    return ScoreTerms(queries, others, query_parts, key_parts, position)
+
+
+def _positions(bridge: TransformerBridge, prompt: Mapping[str, Any], without: Sequence[int]) -> Tensor:
+    """The positions at which features and errors are nodes."""
+    kept = torch.ones(prompt["input_ids"].shape[1], dtype=torch.bool, device=bridge.cfg.device)
+    kept[list(without)] = False
+    return kept
 
 
 def _checked_bases(bridge: TransformerBridge, points: Sequence[str]) -> list[HookPoint]:
@@ -282,18 +682,22 @@ def _beginnings(bridge: TransformerBridge) -> list[str]:
 
 def _uncapped(bridge: TransformerBridge, logits: Tensor) -> Tensor:
     """What entered a soft cap, which is linear."""
-    cap = bridge.cfg.output_logits_soft_cap
-    return cap * (logits / cap).atanh() if cap > 0 else logits
+    return _uncapped_by(bridge.cfg.output_logits_soft_cap, logits)
+
+
+def _uncapped_by(cap: float, x: Tensor) -> Tensor:
+    return cap * (x / cap).atanh() if cap > 0 else x
 
 
 @torch.no_grad()
-def _refuse_what_is_not_linear(bridge: TransformerBridge, prompt: dict[str, Any]) -> None:
+def _refuse_what_is_not_linear(bridge: TransformerBridge, prompt: dict[str, Any], names: Sequence[str] = ()) -> None:
     """Refuses a model whose stream, patterns and factors held, bends where what begins it is once, twice, three times.
 
     Raises:
         ValueError: it does; the message says where.
     """
     streams = [name for name in bridge.hook_dict if name.endswith((".hook_resid_mid", ".hook_resid_post"))]
+    streams += names
     found: list[dict[str, Tensor]] = []
     with bridge.linearised(prompt, freeze=("mlp_out",)):
         for times in (1, 2, 3):
@@ -311,13 +715,71 @@ def _refuse_what_is_not_linear(bridge: TransformerBridge, prompt: dict[str, Any]
             )
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class _Source:
-    """What sends: a tensor that the run's later parts are functions of, and its entries that are nodes."""
+    """What sends: a tensor that the run's later parts are functions of, and its entries that are nodes.
 
-    nodes: list[Node]
+    Attributes:
+        kind, point: of the nodes.
+        leaf: the tensor, ``[1, pos, ...]``.
+        entries: for each node its indices: of a feature position, head if there are any, and feature; else a position.
+        target: of features: what the leaf is a copy of, with its graph.
+    """
+
+    kind: Kind
+    point: str
     leaf: Tensor
-    entries: Tensor  # for each node the indices of its entries, of features; of errors and tokens the positions
+    entries: Int[Tensor, "node axis"]
+    target: Tensor | None = None
+
+    def nodes(self, which: Tensor) -> list[Node]:
+        """Some of the nodes, by index."""
+        found = self.entries[which].tolist()
+        if self.kind != "feature":
+            return [Node(self.kind, self.point, pos) for (pos,) in found]
+        return [Node("feature", self.point, at[0], at[-1], *at[1:-1]) for at in found]
+
+    def at(self, tensor: Tensor, which: Tensor) -> Tensor:
+        """The entries of some of the nodes, of a tensor like the leaf."""
+        return tensor[0][self.entries[which].unbind(1)]
+
+    def sizes(self, which: Tensor) -> Float[Tensor, " node"]:
+        """The values of features; of other nodes the lengths of their vectors."""
+        stands = self.at(self.leaf.detach(), which)
+        return stands if self.kind == "feature" else stands.flatten(1).norm(dim=-1)
+
+    def sent(self, gradient: Tensor | None, rows: int) -> Float[Tensor, "row node"]:
+        """What the nodes send to each of the receivers whose gradients these are."""
+        if gradient is None:
+            return self.leaf.new_zeros(rows, len(self.entries))
+        where: tuple[slice | Tensor, ...] = (slice(None), *self.entries.unbind(1))
+        found = (gradient[:, 0] * self.leaf.detach()[0])[where]
+        return found if found.ndim == 2 else found.flatten(2).sum(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Receivers:
+    """Features of one source, or logits.
+
+    Attributes:
+        before: how many sources were made before them.
+        which: the receivers, by index.
+        of: the values of some of them, with their graph.
+        linear: whether they are linear in what is sent: no MLP's inside is between.
+    """
+
+    before: int
+    which: Int[Tensor, " receiver"]
+    of: Callable[[Tensor], Tensor]
+    linear: bool
+
+
+#: In which order the nodes of a graph stand.
+_ORDER = ("feature", "error", "token", "constant")
+#: How much memory the gradients of the rows that are computed at once may take.
+_BYTES = 2**30
+#: How many entries of a row are followed where nodes are ranked.
+_FOLLOWED = 1024
 
 
 class _ReplacementRun:
@@ -328,40 +790,57 @@ class _ReplacementRun:
         prompt: the tokens, ``[1, pos]``, and what else the model is given with them.
         bases: the hook points in a basis.
         kept: the positions at which features and errors are nodes.
+        tokens: whose logits are nodes.
+        probabilities: theirs.
+        together: how many rows are computed at once.
+        names: of hook points that are read, too.
+
+    Attributes:
+        read: what stands at hook points that are read, with its graph.
+        sources: in the order of the computation: what a source is made of stands before it.
+        logits: of the tokens, less the mean of all, as receivers.
     """
 
     def __init__(
-        self, bridge: TransformerBridge, prompt: dict[str, Any], bases: Sequence[HookPoint], kept: Tensor
+        self,
+        bridge: TransformerBridge,
+        prompt: dict[str, Any],
+        bases: Sequence[HookPoint],
+        kept: Tensor,
+        tokens: Tensor,
+        probabilities: Tensor,
+        together: int,
+        names: Sequence[str] = (),
     ) -> None:
-        self.bridge, self.kept = bridge, kept
-        self.features: list[_Source] = []
-        self.errors: list[_Source] = []
-        self.tokens: list[_Source] = []
-        self.constants: list[_Source] = []
-        self.targets: list[Tensor] = []
-        self._read: dict[str, Tensor] = {}
+        self.bridge, self.kept, self.together = bridge, kept, together
+        self.tokens, self.probabilities = tokens, probabilities
+        self.sources: list[_Source] = []
+        self.read: dict[str, Tensor] = {}
         self._leaves: dict[str, Tensor] = {}
         by_point = {hook.name.rpartition(".")[0]: hook for hook in bases}
         explained = {name.replace(".mlp.hook_post", ".hook_mlp_out") for name in by_point}  # by what made it
         mlps = [name for name in bridge.hook_dict if name.endswith(".hook_mlp_out") and name not in explained]
         reads = [hook.view.reads[0] for hook in bases if isinstance(hook.view, InBasis) and hook.view.reads]
         hooks: list[tuple[str, Callable[..., Tensor | None]]] = [(name, self._begin) for name in _beginnings(bridge)]
-        hooks += [(name, self._keep) for name in dict.fromkeys(reads)]
+        hooks += [(name, self._keep) for name in dict.fromkeys([*reads, *names])]
         later = [follower.name.rpartition(".")[0] for hook in bases for follower in hook.point.linked]
         for name in dict.fromkeys([*by_point, *later, *mlps]):
             hooks.append((name, self._replace(by_point.get(name), written_later(name, bases, bridge.hook_dict))))
         made = _uncapped(bridge, bridge.run_with_hooks(prompt, fwd_hooks=hooks)[0, -1].float())
-        self.logits = made - made.mean()
+        ends = (made - made.mean())[tokens]
+        self.logits = _Receivers(len(self.sources), torch.arange(len(tokens)), lambda some: ends[some], True)
 
-    def _begin(self, act: Tensor, hook: HookPoint) -> Tensor:
-        leaf = act.detach().requires_grad_()
-        positions = torch.arange(act.shape[1], device=act.device)
-        nodes = [Node("token", hook.name, int(pos)) for pos in positions]
-        self.tokens.append(_Source(nodes, leaf, positions))
+    def _send(self, kind: Kind, point: str, value: Tensor, entries: Tensor, target: Tensor | None = None) -> Tensor:
+        """Makes a source of a value, and returns what stands for it in the rest of the run."""
+        leaf = value.detach().requires_grad_()
+        self.sources.append(_Source(kind, point, leaf, entries, target))
         return leaf
 
+    def _begin(self, act: Tensor, hook: HookPoint) -> Tensor:
+        return self._send("token", hook.name, act, torch.arange(act.shape[1], device=act.device)[:, None])
+
     def _keep(self, act: Tensor, hook: HookPoint) -> None:
-        self._read[hook.name] = act
+        self.read[hook.name] = act
 
     def _replace(self, basis: HookPoint | None, earlier: list[tuple[HookPoint, InBasis]]) -> Callable[..., Tensor]:
         """A hook that makes an MLP's output a function of features and errors alone.
@@ -380,91 +859,163 @@ class _ReplacementRun:
             if basis is not None:
                 view = basis.view
                 assert isinstance(view, InBasis)
-                read = self._read[view.reads[0]] if view.reads else act
+                read = self.read[view.reads[0]] if view.reads else act
                 found = dense(view.encode(read))
-                leaf = found.detach().requires_grad_()
-                entries = (leaf[0] * self.kept.view(-1, *[1] * (leaf.ndim - 2))).nonzero()
-                nodes = [Node("feature", basis.name, at[0], at[-1], *at[1:-1]) for at in entries.tolist()]
-                self.features.append(_Source(nodes, leaf, entries))
-                self.targets.append(found)
-                self._leaves[basis.name] = leaf
+                entries = (found.detach()[0] * self.kept.view(-1, *[1] * (found.ndim - 2))).nonzero()
+                leaf = self._leaves[basis.name] = self._send("feature", basis.name, found, entries, found)
                 made = made + view.decoded(leaf, act)
                 constant = constant + view.decoded(torch.zeros_like(leaf), act)
                 if view.skip is not None:
                     made = made + view.skip(read)
-            positions = self.kept.nonzero().flatten()
-
-            def source(kind: Literal["error", "constant"], value: Tensor) -> _Source:
-                nodes = [Node(kind, hook.name, int(pos)) for pos in positions]
-                return _Source(nodes, value.detach().requires_grad_(), positions)
-
-            self.errors.append(source("error", act - made))
+            positions = self.kept.nonzero()
+            error = self._send("error", hook.name, act - made, positions)
             if constant.any():
-                self.constants.append(source("constant", constant))
-                made = made - constant.detach() + self.constants[-1].leaf
-            return self.errors[-1].leaf + made
+                made = made - constant.detach() + self._send("constant", hook.name, constant, positions)
+            return error + made
 
         return replace
 
-    def graph(self, tokens: Tensor, probabilities: Tensor, together: int) -> AttributionGraph:
-        """The graph of the run.
-
-        Args:
-            tokens: whose logits are nodes.
-            probabilities: theirs.
-            together: how many rows at once.
-        """
-        sources = [*self.features, *self.errors, *self.tokens, *self.constants]
-        ends = [Node("logit", "logits", self.kept.numel() - 1, int(token)) for token in tokens]
-        nodes = [node for source in sources for node in source.nodes]
-        nodes.append(Node("constant", "biases", 0))
-        if not any(source.nodes for source in self.features):
-            raise ValueError("no feature is active at these positions: there is nothing to attribute")
-        values = [found[0][source.entries.unbind(1)] for source, found in zip(self.features, self.targets, strict=True)]
-        adjacency = probabilities.new_zeros(len(nodes) + len(ends), len(nodes) + len(ends))
-        receivers = torch.cat([*values, self.logits[tokens]])
-        rows = [*range(sum(map(len, values))), *range(len(nodes), len(nodes) + len(ends))]
+    def _rows(self, receivers: _Receivers) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """What each receiver gets from every source, in batches: which ones, and a ``[row, node]`` for each source."""
+        sources, later = self.sources[: receivers.before], self.sources[receivers.before :]
         leaves = [source.leaf for source in sources]
-        for at in range(0, len(rows), together):
-            some = rows[at : at + together]
-            wanted = torch.zeros(len(some), len(rows), device=adjacency.device, dtype=receivers.dtype)
-            wanted[range(len(some)), range(at, at + len(some))] = 1
-            gradients = self._gradients(receivers, leaves, wanted)
-            adjacency[some, : len(nodes) - 1] = torch.cat(
-                [_sent(source, gradient, len(some)) for source, gradient in zip(sources, gradients, strict=True)], 1
-            ).to(adjacency.dtype)
-        # Everything is linear in the nodes and constant otherwise, but for the insides of an MLP.
-        linear = [not self._bends(source.nodes) for source in self.features for _ in source.nodes] + [True] * len(ends)
-        rest = receivers.detach().to(adjacency.dtype) - adjacency[rows].sum(1)
-        adjacency[rows, len(nodes) - 1] = rest * torch.tensor(linear, device=rest.device)
-        vectors = (*self.errors, *self.tokens, *self.constants)
-        sizes = [source.leaf.detach()[0][source.entries].flatten(1).norm(dim=-1) for source in vectors]
-        sizes.append(receivers.new_zeros(1))
-        whole = torch.cat([*(value.detach() for value in values), *sizes, self.logits[tokens].detach()])
-        return AttributionGraph((*nodes, *ends), adjacency, whole.to(adjacency.dtype), probabilities)
+        of_one = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+        size = max(1, min(self.together, _BYTES // max(of_one, 1)))
+        for some in receivers.which.split(size) if len(receivers.which) else ():
+            gradients = self._gradients(receivers.of(some), leaves)
+            sent = [source.sent(gradient, len(some)) for source, gradient in zip(sources, gradients, strict=True)]
+            yield some, [*sent, *(source.sent(None, len(some)) for source in later)]
 
-    def _bends(self, nodes: Sequence[Node]) -> bool:
-        """Whether an MLP is between the stream and the features of these nodes, so that what they get is a slope."""
-        point = nodes[0].point if nodes else ""
-        view = self.bridge.hook_dict[point].view if point else None
-        read = view.reads[0] if isinstance(view, InBasis) and view.reads else point.rpartition(".")[0]
-        return ".mlp." in read or read.endswith(".hook_mlp_out")
-
-    def _gradients(self, receivers: Tensor, leaves: Sequence[Tensor], wanted: Tensor) -> Sequence[Tensor | None]:
-        """Of each row of weights of the receivers: one by one where the model is spread, as DTensors know no vmap."""
+    def _gradients(self, receivers: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Of each receiver: one by one where the model is spread, as DTensors know no vmap."""
+        if not receivers.requires_grad:
+            return [None] * len(leaves)
         given = partial(torch.autograd.grad, receivers, leaves, retain_graph=True, allow_unused=True)
+        wanted = torch.eye(len(receivers), device=receivers.device, dtype=receivers.dtype)
         if self.bridge.wiring.sharing is None:
             return given(wanted, is_grads_batched=True)
         rows = [given(row) for row in wanted]
         return [None if of_leaf[0] is None else torch.stack(of_leaf) for of_leaf in zip(*rows, strict=True)]
 
+    def _features(self, at: int, which: Tensor) -> _Receivers:
+        """Some of a source's features as receivers."""
+        source = self.sources[at]
+        assert source.target is not None
+        return _Receivers(at, which, partial(source.at, source.target), not self._bends(source.point))
 
-def _sent(source: _Source, gradient: Tensor | None, rows: int) -> Tensor:
-    """What the nodes of a source send to each of the receivers whose gradients these are, ``[row, node]``."""
-    if gradient is None:
-        return source.leaf.new_zeros(rows, len(source.nodes))
-    parts = gradient[:, 0] * source.leaf.detach()[0]
-    if source.entries.ndim == 2:
-        where: tuple[slice | Tensor, ...] = (slice(None), *source.entries.unbind(1))
-        return parts[where]
-    return parts[:, source.entries].flatten(2).sum(-1)
+    def graph(self, limit: int | None) -> AttributionGraph:
+        """The graph of the run.
+
+        Args:
+            limit: how many features, errors and tokens are nodes; None: all.
+        """
+        if not any(len(source.entries) for source in self.sources if source.kind == "feature"):
+            raise ValueError("no feature is active at these positions: there is nothing to attribute")
+        if limit is not None and sum(len(some.entries) for some in self.sources if some.kind != "constant") > limit:
+            return self._among(self._most_influential(limit), dropped=True)
+        return self._among([torch.arange(len(some.entries), device=some.leaf.device) for some in self.sources])
+
+    def _among(self, kept: list[Tensor], dropped: bool = False) -> AttributionGraph:
+        """The graph of some nodes of each source."""
+        order = sorted(range(len(kept)), key=lambda at: _ORDER.index(self.sources[at].kind))
+        first = dict(zip(order, accumulate((len(kept[at]) for at in order), initial=0), strict=False))
+        columns = [slice(first[at], first[at] + len(mine)) for at, mine in enumerate(kept)]
+        nodes = [node for at in order for node in self.sources[at].nodes(kept[at])]
+        biases = len(nodes)
+        nodes += [Node("constant", "biases", 0), *[Node("dropped", "dropped", 0)] * dropped]
+        receiving = [(len(nodes), self.logits)]
+        nodes += [Node("logit", "logits", self.kept.numel() - 1, int(token)) for token in self.tokens]
+        adjacency = self.probabilities.new_zeros(len(nodes), len(nodes))
+        received, values = self.probabilities.new_zeros(2, len(nodes))
+        for at, source in enumerate(self.sources):
+            values[columns[at]] = source.sizes(kept[at]).to(values.dtype)
+            if source.kind == "feature":
+                receiving.append((first[at], self._features(at, kept[at])))
+        for row, receivers in receiving:
+            for some, sent in self._rows(receivers):
+                rows = slice(row, row + len(some))
+                row += len(some)
+                for source, mine, column, parts in zip(self.sources, kept, columns, sent, strict=True):
+                    adjacency[rows, column] = parts[:, mine].to(adjacency.dtype)
+                    if source.kind != "constant":
+                        received[rows] += parts.abs().sum(1)
+                    if dropped:
+                        adjacency[rows, biases + (source.kind != "constant")] += parts.index_fill(1, mine, 0).sum(1)
+                values[rows] = receivers.of(some).detach().to(values.dtype)
+                if receivers.linear:  # all is linear in the nodes and constant otherwise
+                    adjacency[rows, biases] += values[rows] - adjacency[rows].sum(1)
+        return AttributionGraph(tuple(nodes), adjacency, values, self.probabilities, received)
+
+    def parts(self, vector: Float[Tensor, " d_head"]) -> tuple[tuple[Node, ...], Float[Tensor, "node d_head"]]:
+        """What each node contributes to a vector that is linear in them: which do, ``biases`` last, and what."""
+        every = torch.arange(len(vector), device=vector.device)
+        found: list[list[Tensor]] = [[] for _ in self.sources]
+        for _, sent in self._rows(_Receivers(len(self.sources), every, lambda some: vector[some], True)):
+            for rows, part in zip(found, sent, strict=True):
+                rows.append(part)
+        nodes: list[Node] = []
+        parts: list[Tensor] = []
+        for source, rows in zip(self.sources, found, strict=True):
+            part = torch.cat(rows).T
+            which = part.abs().amax(1).nonzero().flatten()
+            nodes += source.nodes(which)
+            parts.append(part[which])
+        whole = torch.cat(parts)
+        rest = (vector.detach() - whole.sum(0))[None]
+        return (*nodes, Node("constant", "biases", 0)), torch.cat([whole, rest])
+
+    def _most_influential(self, limit: int) -> list[Tensor]:
+        """Which nodes of each source have the most influence, as `AttributionGraph.influence` counts it.
+
+        It is followed from the logits through the features that are among the first so far, until the rows of all these
+        are known. Of a row the largest entries alone are remembered: it is computed again for those that are kept.
+        """
+        offsets = [*accumulate((len(source.entries) for source in self.sources), initial=0)]
+        feature = torch.cat([torch.full((len(some.entries),), some.kind == "feature") for some in self.sources])
+        feature = feature.to(self.probabilities.device)
+
+        def by_source(which: Tensor) -> list[Tensor]:
+            return [which[(low <= which) & (which < high)].sort().values - low for low, high in pairwise(offsets)]
+
+        begin = self.probabilities.new_zeros(offsets[-1], dtype=torch.float64)
+        for some, sent in self._rows(self.logits):
+            begin += self.probabilities[some].double() @ self._shares(sent).double()
+        known: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
+        expanded = torch.zeros_like(feature)
+        while True:
+            best = _followed(begin, known).topk(limit)
+            first = best.indices[best.values > 0]
+            fresh = first[feature[first] & ~expanded[first]][: max(self.together, int(expanded.sum()) // 4)]
+            if not len(fresh):
+                return by_source(first)
+            expanded[fresh] = True
+            for at, which in ((at, which) for at, which in enumerate(by_source(fresh)) if len(which)):
+                for rows, sent in self._rows(self._features(at, which)):
+                    largest = self._shares(sent).topk(min(_FOLLOWED, offsets[-1]))
+                    known.setdefault(at, []).append((rows + offsets[at], largest.indices, largest.values))
+
+    def _shares(self, sent: Sequence[Tensor]) -> Float[Tensor, "row node"]:
+        """Of what each row gets the shares of the sizes, constants aside."""
+        explain = [part.abs() * (some.kind != "constant") for some, part in zip(self.sources, sent, strict=True)]
+        sizes = torch.cat(explain, 1)
+        return sizes / sizes.sum(1, keepdim=True).clamp(min=1e-10)
+
+    def _bends(self, point: str) -> bool:
+        """Whether an MLP is between the stream and the features at a point, so that what they get is a slope."""
+        view = self.bridge.hook_dict[point].view
+        read = view.reads[0] if isinstance(view, InBasis) and view.reads else point.rpartition(".")[0]
+        return ".mlp." in read or read.endswith(".hook_mlp_out")
+
+
+def _followed(begin: Tensor, known: Mapping[int, Sequence[tuple[Tensor, Tensor, Tensor]]]) -> Float[Tensor, " node"]:
+    """How much of the logits goes through each node, by the rows that are known.
+
+    Args:
+        begin: each node's share of what the logits get.
+        known: for each source, in the order of the computation, rows: whose, of which nodes, the shares.
+    """
+    influence = begin.clone()
+    for at in sorted(known, reverse=True):  # that of what is computed later is whole by then
+        for rows, columns, shares in known[at]:
+            influence.index_add_(0, columns.flatten(), (influence[rows, None] * shares).flatten())
+    return influence

@@ -14,7 +14,7 @@ if _missing:
     )
 
 from bridge.pictures.attention_grids import attention, residual_norms, routing
-from bridge.pictures.graphs import CircuitNode, circuit
+from bridge.pictures.graphs import CircuitNode, circuit, faithfulness
 from bridge.pictures.heat_maps import attribution, composition, heads, heat_map, patching
 from bridge.pictures.pictures import Picture, page, together
 from bridge.pictures.token_lines import attention_text, chosen_lens, logit_lens, tokens
@@ -28,6 +28,7 @@ __all__ = [
     "chosen_lens",
     "circuit",
     "composition",
+    "faithfulness",
     "heads",
     "heat_map",
     "logit_lens",

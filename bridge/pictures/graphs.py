@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from bridge.pictures.pictures import Picture, rows_chart
+from bridge.pictures.pictures import Picture, finished, rows_chart
 from bridge.pictures.style import (
     checked,
     colour,
@@ -667,3 +667,71 @@ def _legend(supports: str | None, metric: str, measure: str, largest: float) -> 
     else:
         said = f"blue: the {metric} falls without it, orange: it rises"
     return f"{said}; width: {measure}, up to {largest:g}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# How faithful circuits of growing size are.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def faithfulness(
+    shares: Sequence[float],
+    values: Mapping[str, Sequence[float]],
+    intervals: Mapping[str, Float[Tensor, "share 2"]] | None = None,
+    *,
+    title: str = "Faithfulness of circuits",
+) -> Picture:
+    """The faithfulness of circuits against their size: a line for each way to choose edges, a band for its interval.
+
+    Args:
+        shares: the circuits' parts of all edges.
+        values: for each way the faithfulness of the circuit of each size, such as `Curve.faithfulness`.
+        intervals: for some of them the lower and upper end, such as ``Curve.intervals()["faithfulness"]``.
+        title: over the picture.
+
+    Raises:
+        ValueError: nothing to draw, other numbers than there are sizes, intervals of a way without values, a value that
+            is not finite.
+
+    Example:
+        >>> from bridge import pictures
+        >>> pictures.faithfulness([0.01, 0.1, 1.0], {"EAP": [0.2, 0.8, 1.0], "EAP-IG": [0.4, 0.9, 1.0]})
+        Picture('Faithfulness of circuits')
+    """
+    bands = dict(intervals or {})
+    if not values or bands.keys() - values.keys():
+        raise ValueError(f"there are values of {', '.join(values) or 'nothing'}, and intervals of {', '.join(bands)}")
+    rows = []
+    for name, line in values.items():
+        numbers = torch.cat([torch.tensor(line)[:, None], bands.get(name, torch.tensor([line, line]).T).cpu()], 1)
+        if numbers.shape != (len(shares), 3):
+            raise ValueError(
+                f"{name} has {len(line)} values, with intervals {list(numbers.shape[:1])}, for {len(shares)} sizes"
+            )
+        for share, (value, low, high) in zip(shares, checked(numbers, name).tolist(), strict=True):
+            rows.append({"s": share, "n": visible(name), "v": value, "low": low, "high": high})
+    across = alt.Scale(type="log" if min(shares) > 0 else "symlog")
+    base = rows_chart(rows).encode(
+        x=alt.X(
+            "s:Q",
+            title="share of all edges",
+            scale=across,
+            axis=alt.Axis(format="~%", values=list(shares), labelOverlap="greedy"),
+        ),
+        color=alt.Color(
+            "n:N", title=None, scale=alt.Scale(scheme="tableau10"), legend=alt.Legend(orient="bottom", symbolOpacity=1)
+        ),
+    )
+    value = alt.Y("v:Q", title="faithfulness")
+    tooltip = [
+        alt.Tooltip("n:N", title="scores"), alt.Tooltip("s:Q", title="share of edges", format="~%"),
+        alt.Tooltip("v:Q", title="faithfulness", format=".3f"), alt.Tooltip("low:Q", title="from", format=".3f"),
+        alt.Tooltip("high:Q", title="to", format=".3f"),
+    ]  # fmt: skip
+    drawn = base.mark_line(strokeWidth=2).encode(y=value) + base.mark_circle(size=40).encode(y=value, tooltip=tooltip)
+    whole = rows_chart([{"one": 1}]).mark_rule(strokeDash=[4, 4], color=colour("ink"), opacity=0.6).encode(y="one:Q")
+    told = "1, dashed: the circuit does what the model does"
+    if bands:
+        drawn = base.mark_area(opacity=0.2).encode(y=alt.Y("low:Q", title="faithfulness"), y2="high:Q") + drawn
+        told += "; bands: intervals over prompts"
+    return finished(whole + drawn, alt.Title(title, subtitle=told), width=460, height=280)

@@ -46,9 +46,13 @@ class Pairs:
     def __len__(self) -> int:
         return len(self.answers)
 
-    def metric(self) -> Metric:
-        """The logit of the answer less that of the wrong token at the last position, mean over the prompts."""
-        return logit_difference(self.answers, self.wrong)
+    def metric(self, each: bool = False) -> Metric:
+        """The logit of the answer less that of the wrong token at the last position, mean over the prompts.
+
+        Args:
+            each: a number for each prompt in place of their mean.
+        """
+        return logit_difference(self.answers, self.wrong, each=each)
 
 
 @dataclass(frozen=True)
@@ -64,13 +68,18 @@ class NumberPairs(Pairs):
     larger: Bool[Tensor, "batch number"]
     smaller: Bool[Tensor, "batch number"]
 
-    def metric(self) -> Metric:
-        """The probability of the right numbers less that of the wrong ones, mean over prompts (Hanna et al. 2023)."""
+    def metric(self, each: bool = False) -> Metric:
+        """The probability of the right numbers less that of the wrong ones, mean over prompts (Hanna et al. 2023).
+
+        Args:
+            each: a number for each prompt in place of their mean.
+        """
         sign = self.larger.float() - self.smaller.float()
 
         def metric(logits: Tensor) -> Tensor:
             probabilities = logits[:, -1].softmax(-1)[:, self.numbers.to(logits.device)]
-            return (probabilities * sign.to(probabilities)).sum(-1).mean()
+            found = (probabilities * sign.to(probabilities)).sum(-1)
+            return found if each else found.mean()
 
         return metric
 

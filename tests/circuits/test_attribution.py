@@ -5,7 +5,15 @@ import torch
 from jaxtyping import TypeCheckError
 
 from bridge import TransformerBridge
-from bridge.circuits import EdgeScores, Graph, edge_attribution, kl_divergence, logit_difference, mean_scores
+from bridge.circuits import (
+    EdgeScores,
+    Graph,
+    edge_attribution,
+    information_flow,
+    kl_divergence,
+    logit_difference,
+    mean_scores,
+)
 from bridge.circuits.edge_runs import run_with_edges_replaced
 from bridge.circuits.graph import written
 from tests.analysis.models import bridge_of
@@ -70,6 +78,40 @@ def test_eap_ig_over_inputs(gpt2, graph, hand, clean, corrupted, metric, change,
     found = edge_attribution(gpt2, clean, corrupted, metric, "inputs", steps)
     torch.testing.assert_close(found.values, right, atol=1e-11, rtol=1e-9)
     assert right.abs().max() > 1e-3
+
+
+def test_clean_and_corrupted(gpt2, graph, hand, clean, corrupted, metric, change):
+    """The mean of the gradients of both runs, by hand."""
+    right = sum(by_hand(graph, change, gradients(hand, graph, tokens, metric)) / 2 for tokens in (clean, corrupted))
+    found = edge_attribution(gpt2, clean, corrupted, metric, "clean_corrupted")
+    torch.testing.assert_close(found.values, right, atol=1e-11, rtol=1e-9)
+    assert right.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_information_flow_is_proximity(gpt2, graph, hand, clean, padded):
+    """Receiver by receiver, sender by sender, token by token, from what a model computed head by head reads."""
+    mask = torch.ones_like(clean)
+    if padded:
+        mask[0, -2:] = 0
+    with torch.no_grad():
+        hand(clean)
+    right = torch.zeros(graph.exists.shape, dtype=torch.float64)
+    for receiver, name in enumerate(graph.receivers):
+        senders = graph.exists[receiver].nonzero().flatten().tolist()
+        for row in range(len(clean)):
+            tokens = mask[row].nonzero().flatten().tolist()
+            for pos in tokens:
+                y = hand.read[name][row, pos]
+                near = [
+                    max(float(y.abs().sum() - (y - hand.wrote[graph.senders[sender]][row, pos]).abs().sum()), 0)
+                    for sender in senders
+                ]
+                for sender, value in zip(senders, near, strict=True):
+                    right[receiver, sender] += value / sum(near) / len(tokens) / len(clean)
+    found = information_flow(gpt2, clean, attention_mask=mask)
+    torch.testing.assert_close(found.values, right, atol=1e-11, rtol=1e-9)
+    assert not torch.equal(found.values, information_flow(gpt2, clean).values) or not padded
 
 
 def test_a_divergence_has_its_minimum_in_the_clean_run(gpt2, clean, corrupted):

@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from bridge import TransformerBridge
-from bridge.circuits import Circuit, Curve, EdgeScores, Graph, LayerShape, faithfulness_curve
+from bridge.circuits import (
+    Circuit,
+    Curve,
+    EdgeScores,
+    Graph,
+    LayerShape,
+    edge_attribution,
+    edge_effects,
+    faithfulness_curve,
+    logit_difference,
+)
 from bridge.circuits.circuits import _depths, _joins
 from bridge.circuits.edge_runs import Evaluation
 from bridge.circuits.graph import written
@@ -305,3 +315,67 @@ def test_a_drawing_of_grouped_keys():
     circuit = Circuit.of_edges(graph, ["embed->L0G1.v", "L0H2->logits", "L0H3->logits"])
     assert joins(circuit) == [("L0G1.v", "L0H2"), ("L0G1.v", "L0H3")]
     assert _depths(circuit.graph)["L0G1.v"] < _depths(circuit.graph)["L0H2"]
+
+
+def test_the_benchmarks_file_is_written_and_read(gpt2, graph, tmp_path):
+    circuit, file = scores_of(graph).top(7), tmp_path / "circuit.json"
+    circuit.to_mib(file, gpt2)
+    again = Circuit.load(file)
+    assert again == circuit and torch.equal(again.scores, circuit.scores)
+    said = json.loads(file.read_text())
+    score = circuit.edges[0][2]
+    kept = {edge for edge, about in said["edges"].items() if about["in_graph"]}
+    assert len(kept) == 7 and len(said["edges"]) == graph.n_edges
+    assert {"input->a0.h0<q>", "a0.h1->m0", "m1->logits"} <= said["edges"].keys()
+    assert said["nodes"].keys() >= {"input", "a1.h1", "m0", "logits"}
+    assert any(said["edges"][edge]["score"] == score for edge in kept)
+    for wrong in ({"edges": dict(list(said["edges"].items())[1:])}, {"cfg": {**said["cfg"], "n_heads": 3}}):
+        file.write_text(json.dumps(said | wrong))
+        with pytest.raises(ValueError, match=r"circuit\.json holds no circuit that can be read: its edges are not"):
+            Circuit.load(file)
+    grouped = TransformerBridge(tiny("llama"))
+    with pytest.raises(ValueError, match="all with keys of their own"):
+        Circuit.of_edges(Graph.of(grouped), ["embed->logits"]).to_mib(file, grouped)
+    with pytest.raises(ValueError, match="the circuit is of"):
+        circuit.to_mib(file, grouped)
+
+
+def test_intervals_are_bootstraps_over_prompts(gpt2, graph, clean, corrupted):
+    """Prompts drawn by hand from runs of each prompt alone."""
+    clean, corrupted = (clean.repeat(3, 1) + torch.arange(3 * len(clean))[:, None]) % 61, corrupted.repeat(3, 1)
+    answers, wrong = torch.arange(len(clean)), torch.arange(len(clean)) + 9
+    scores, shares = scores_of(graph), (0.1, 0.4, 1.0)
+    each = logit_difference(answers, wrong, each=True)
+    curve = faithfulness_curve(scores, gpt2, clean, corrupted, each, shares=shares)
+    mean = faithfulness_curve(scores, gpt2, clean, corrupted, logit_difference(answers, wrong), shares=shares)
+    assert curve.faithfulness == pytest.approx(mean.faithfulness, abs=1e-9) and mean.prompts is None
+    alone = []
+    for i in range(len(clean)):
+        metric = logit_difference(answers[i : i + 1], wrong[i : i + 1])
+        found = [
+            scores.top(int(share * graph.n_edges))
+            .pruned()
+            .evaluate(gpt2, clean[i : i + 1], corrupted[i : i + 1], metric)
+            for share in shares
+        ]
+        alone.append([[one.model, one.ablated, one.circuit] for one in found])
+    alone = torch.tensor(alone, dtype=torch.float64)  # prompt share kind
+    assert torch.allclose(curve.prompts.double(), alone.permute(1, 2, 0), atol=1e-9)
+    generator, drawn = torch.Generator().manual_seed(4), []
+    for rows in torch.randint(len(clean), (50, len(clean)), generator=generator):
+        model, ablated, circuit = alone[rows].mean(0).unbind(-1)
+        drawn.append((circuit - ablated) / (model - ablated))
+    drawn = torch.stack(drawn)
+    found = curve.intervals(level=0.8, draws=50, seed=4)
+    right = torch.stack([drawn.quantile(0.1, dim=0), drawn.quantile(0.9, dim=0)], -1)
+    assert torch.allclose(found["faithfulness"], right, atol=1e-8)
+    areas = torch.tensor([Curve(shares, tuple(row.tolist())).cpr for row in drawn], dtype=torch.float64)
+    assert torch.allclose(found["cpr"], areas.quantile(torch.tensor([0.1, 0.9], dtype=torch.float64)), atol=1e-8)
+    assert found["cpr"][0] < found["cpr"][1] and found["cmd"].shape == (2,)
+    with pytest.raises(ValueError, match="give a metric with a number for each"):
+        mean.intervals()
+    with pytest.raises(ValueError, match="level is 95"):
+        curve.intervals(level=95.0)
+    for study in (edge_attribution, edge_effects):
+        with pytest.raises(ValueError, match="one for each prompt: scores are of one"):
+            study(gpt2, clean, corrupted, each)

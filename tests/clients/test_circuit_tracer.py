@@ -13,13 +13,18 @@ from safetensors.torch import load_file, save_file
 huggingface_hub.constants.HF_HUB_ENABLE_HF_TRANSFER = False  # which it imports, and newer versions have not
 
 from circuit_tracer import attribute
+from circuit_tracer.frontend import graph_models
 from circuit_tracer.replacement_model.replacement_model_transformerlens import TransformerLensReplacementModel
 from circuit_tracer.transcoder import TranscoderSet
 from circuit_tracer.transcoder.single_layer_transcoder import SingleLayerTranscoder
+from circuit_tracer.utils.create_graph_files import build_model, create_nodes, create_used_nodes_and_edges
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformer_lens import HookedTransformerConfig
 from transformers import PreTrainedTokenizerFast
+
+from bridge import TransformerBridge
+from bridge.features import AttributionGraph, attribution_graph
 
 REFERENCE = Path(__file__).with_name("circuit_tracer.safetensors")
 TOKENS = torch.tensor([0, 3, 14, 7])
@@ -84,6 +89,60 @@ def test_edges_are_what_interventions_do(graph):
         assert torch.allclose(effects[elsewhere], edges[:n, node][elsewhere], atol=1e-5)
         moved = (changed - changed.mean() - logits + logits.mean())[targets]
         assert torch.allclose(moved, edges[-len(targets) :, node], atol=1e-5)
+
+
+def test_its_file_is_read(graph, tmp_path):
+    """Its interface's JSON, of all nodes and edges: the same nodes, and the same edges between them."""
+    _, model, found = graph
+    everything = torch.ones(len(found.adjacency_matrix), dtype=torch.bool)
+    nodes = create_nodes(found, everything, model.tokenizer, torch.zeros(len(everything)))
+    used, edges = create_used_nodes_and_edges(found, nodes, found.adjacency_matrix != 0)
+    for node, vocabulary in zip(used[-len(found.logit_targets) :], found.logit_targets, strict=True):
+        assert node.feature_type == "logit" and node.feature == vocabulary.vocab_idx
+    # Its name of an error is that of another node, a feature of layer 0: here each has one of its own.
+    at = {id(node): name for name, node in nodes.items()}
+    for node in used:
+        node.node_id = f"{node.node_id}_of_{at[id(node)]}" if node.feature_type.endswith("error") else node.node_id
+    dsts, srcs = (found.adjacency_matrix != 0).nonzero().unbind(1)
+    edges = [
+        {
+            "source": nodes[int(j)].node_id,
+            "target": nodes[int(i)].node_id,
+            "weight": float(found.adjacency_matrix[i, j]),
+        }
+        for i, j in zip(dsts, srcs, strict=True)
+    ]
+    (tmp_path / "theirs.json").write_text(
+        build_model(found, used, edges, "one", "made", 0.8, model.tokenizer).model_dump_json()
+    )
+    again = AttributionGraph.load(tmp_path / "theirs.json")
+    where = [next(i for i, node in nodes.items() if node is one) for one in used]
+    assert torch.equal(again.adjacency, found.adjacency_matrix[where][:, where].float())
+    features = [(node.point, node.pos, node.index) for node in again.nodes if node.kind == "feature"]
+    right = [(f"blocks.{a}.hook_mlp_out.transcoder", b, c) for a, b, c in found.active_features.tolist()]
+    assert features == [one for one in right if one in features] and len(features) > 5
+
+
+def test_it_reads_ours(tmp_path):
+    bridge = TransformerBridge.boot_embedded()
+    tokens, W = bridge.to_tokens("Mary and John"), torch.eye(128)[:, :6]
+    points = [
+        bridge.add_basis(f"blocks.{i}.hook_mlp_out", "tc", encode=lambda x: (x @ W).relu(), decode=lambda f: f @ W.T)
+        for i in range(2)
+    ]
+    ours = attribution_graph(bridge, tokens, [point.name for point in points], limit=12)
+    ours.save(tmp_path / "ours.json", bridge, tokens, scan="made")
+    read = graph_models.Model.model_validate_json((tmp_path / "ours.json").read_text())
+    assert read.metadata.prompt_tokens == [bridge.to_single_str_token(token) for token in tokens[0].tolist()]
+    at = {node.node_id: node for node in read.nodes}
+    assert len(at) == len(read.nodes) == 12 + 3 and len(read.links) > 10
+    for link in read.links:
+        assert link["source"] in at and link["target"] in at
+    for node in read.nodes:
+        if node.feature_type == "cross layer transcoder":
+            layer, index = int(node.layer), int(node.node_id.split("_")[1])
+            assert node.feature == graph_models.Node.feature_node(layer, node.ctx_idx, index).feature
+            assert node.node_id == graph_models.Node.feature_node(layer, node.ctx_idx, index).node_id
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
 """Attribution graphs: against circuit-tracer's own, and edge by edge against interventions."""
 
+import math
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -8,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from bridge import TransformerBridge, pictures
 from bridge.bases import CrossLayer
-from bridge.features import AttributionGraph, Node, attribution_graph
+from bridge.features import AttributionGraph, Node, attribution_graph, score_terms
 from tests.bases.common import SAE
 from tests.reference import DATA
 from tests.tiny_models import tiny_model
@@ -289,6 +292,170 @@ def test_influence_and_picture(placed: tuple[TransformerBridge, list[str], Attri
     assert torch.allclose(graph.influence().double(), right, atol=1e-6)
     edges = graph.largest(12)
     assert len(edges) == 12 and isinstance(pictures.circuit(edges), pictures.Picture)
+
+
+def by_hand(adjacency: Tensor, ignored: Tensor, ends: int, probabilities: Tensor) -> Tensor:
+    """Influence in float64, by powers of the shares."""
+    sizes = adjacency.double().abs() * ~ignored
+    shares = sizes / sizes.sum(1, keepdim=True).clamp(min=1e-10)
+    weights = torch.zeros(len(adjacency), dtype=torch.float64)
+    weights[-ends:] = probabilities.double()
+    whole = torch.zeros_like(weights)
+    for _ in range(6):
+        weights = weights @ shares
+        whole += weights
+    return whole
+
+
+@pytest.mark.parametrize("limit", [1, 5, 40, 90])
+@pytest.mark.parametrize("kind", ["placed", "placed_across"])
+def test_a_limit_keeps_the_most_influential(kind: str, limit: int, request: pytest.FixtureRequest) -> None:
+    """Of the whole graph's edges, followed through the kept features alone: the kept nodes have the most influence."""
+    bridge, points, whole = request.getfixturevalue(kind)
+    graph = attribution_graph(bridge, TOKENS, points, limit=limit, together=3)
+    dropped, at = next(i for i, node in enumerate(graph.nodes) if node.kind == "dropped"), {}
+    for index, node in enumerate(whole.nodes):
+        at[node] = index
+    kept = [at[node] for node in graph.nodes if node.kind in ("feature", "error", "token")]
+    assert len(kept) == limit and kept == sorted(kept)
+    constant = torch.tensor([node.kind == "constant" for node in whole.nodes])
+    followed = whole.adjacency.clone()
+    followed[[i for node, i in at.items() if node.kind == "feature" and i not in kept]] = 0
+    influence = by_hand(followed, constant, 3, whole.probabilities)
+    left_out = influence[[i for i in range(len(influence) - 3) if i not in kept and not constant[i]]]
+    assert influence[kept].min() >= left_out.max() - 1e-9
+    # Their edges are the whole graph's; what all others send is in one node, and what is constant in another.
+    mine = [i for i, node in enumerate(graph.nodes) if node in at and node.point != "biases"]
+    theirs = [at[graph.nodes[i]] for i in mine]
+    assert torch.allclose(graph.adjacency[mine][:, mine], whole.adjacency[theirs][:, theirs], rtol=0, atol=1e-6)
+    assert torch.equal(graph.values[mine], whole.values[theirs])
+    valued = [i for i in mine if graph.nodes[i].kind in ("feature", "logit")]
+    assert torch.allclose(graph.adjacency[valued].sum(1), graph.values[valued], rtol=0, atol=1e-4)
+    rest = whole.adjacency[:, [i for i in range(len(influence)) if i not in theirs and not constant[i]]].sum(1)
+    assert torch.allclose(graph.adjacency[valued, dropped], rest[[at[graph.nodes[i]] for i in valued]], atol=1e-4)
+    # And influence is counted as there: what was dropped, one by one.
+    found = graph.influence().double()
+    assert torch.allclose(found[mine], influence[theirs], atol=1e-6)
+    assert float(found[dropped]) == pytest.approx(float(left_out.sum()), abs=1e-6) and found[dropped] > 1e-5
+    assert "dropped" not in {name for edge in graph.largest(limit) for name in edge[:2]}
+
+
+def test_a_limit_that_all_fit_in_changes_nothing(placed: tuple[TransformerBridge, list[str], AttributionGraph]) -> None:
+    bridge, points, whole = placed
+    graph = attribution_graph(bridge, TOKENS, points, limit=len(whole.nodes))
+    assert graph.nodes == whole.nodes and torch.equal(graph.adjacency, whole.adjacency)
+    with pytest.raises(ValueError, match="limit"):
+        attribution_graph(bridge, TOKENS, points, limit=0)
+
+
+@pytest.mark.parametrize("limit", [None, 20])
+@pytest.mark.parametrize("kind", ["placed", "placed_across"])
+def test_a_saved_graph_is_the_same(
+    kind: str, limit: int | None, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    bridge, points, _ = request.getfixturevalue(kind)
+    graph = attribution_graph(bridge, TOKENS, points, limit=limit)
+    graph.save(tmp_path / "graph.json", bridge, TOKENS)
+    again = AttributionGraph.load(tmp_path / "graph.json")
+    assert again.nodes == graph.nodes and torch.equal(again.influence(), graph.influence())
+    for name in ("adjacency", "values", "probabilities", "received"):
+        assert torch.equal(getattr(again, name), getattr(graph, name))
+    graph.save(tmp_path / "few.json", bridge, TOKENS, n=7)
+    few = AttributionGraph.load(tmp_path / "few.json")
+    kept = few.adjacency != 0
+    assert int(kept.sum()) == 7 and torch.equal(few.adjacency[kept], graph.adjacency[kept])
+    with pytest.raises(ValueError, match="tokens has 3 positions; the graph is of 6"):
+        graph.save(tmp_path / "no.json", bridge, TOKENS[:, :3])
+
+
+def test_nodes_in_a_file_have_names_of_their_own(tmp_path: Path) -> None:
+    """Features of each head, and bases at several points of one layer."""
+    bridge = reference_bridge("gpt2")
+    points = [bridge.add_basis(f"blocks.{i}.attn.hook_z", "own", SAE(bridge.cfg.d_head, 9)).name for i in range(2)]
+    points += [bridge.add_basis(f"blocks.{i}.hook_resid_mid", "own", SAE(bridge.cfg.d_model, 9)).name for i in range(2)]
+    points.append(bridge.add_basis("blocks.1.mlp.hook_post", "own", SAE(bridge.cfg.d_mlp, 9)).name)
+    graph = attribution_graph(bridge, TOKENS, points)
+    graph.save(tmp_path / "graph.json", bridge, TOKENS)
+    again = AttributionGraph.load(tmp_path / "graph.json")
+    assert again.nodes == graph.nodes and torch.equal(again.adjacency, graph.adjacency)
+
+
+def test_a_damaged_graph_is_refused(
+    placed: tuple[TransformerBridge, list[str], AttributionGraph], tmp_path: Path
+) -> None:
+    bridge, _, graph = placed
+    path = tmp_path / "graph.json"
+    graph.save(path, bridge, TOKENS)
+    whole = path.read_bytes()
+    generator = torch.Generator().manual_seed(0)
+    for at in torch.randint(0, len(whole), (40,), generator=generator).tolist():
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+        with pytest.raises(ValueError, match=r"graph\.json holds no attribution graph that can be read"):
+            AttributionGraph.load(path)
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"graph\.json holds no attribution graph that can be read"):
+        AttributionGraph.load(path)
+    with pytest.raises(FileNotFoundError):
+        AttributionGraph.load(tmp_path / "none.json")
+
+
+FAMILIES = ("gpt2", "llama", "qwen3", "gemma2", "gpt_neox", "bloom", "phi3", "olmo2")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_terms_of_a_score_add_up_and_are_what_interventions_do(family: str) -> None:
+    """In float64: the terms sum to the score, and a feature turned up moves the query by its part."""
+    bridge = TransformerBridge(tiny_model(family)).to(torch.float64)
+    mid = "blocks.0.hook_resid_mid"
+    reads = mid if mid in bridge.hook_dict else "blocks.0.hook_resid_pre"
+    basis = SAE(bridge.cfg.d_model, 24).double()
+    point = bridge.add_basis("blocks.0.hook_mlp_out", "tc", basis, reads=reads).name
+    terms = score_terms(bridge, TOKENS, [point], layer=1, head=3, query=4, key=2)
+    names = ["blocks.1.attn.hook_attn_scores", point]
+    _, cache = bridge.run_with_cache(TOKENS, names_filter=names)
+    score = float(cache[names[0]][0, 3, 4, 2])
+    if cap := bridge.cfg.attn_scores_soft_cap > 0 and bridge.cfg.attn_scores_soft_cap:
+        score = cap * math.atanh(score / cap)
+    assert float(terms.values.sum()) + terms.position == pytest.approx(score, abs=1e-5)
+    assert (terms.position != 0) == (family == "bloom") and terms.score == pytest.approx(score, abs=1e-5)
+    assert {node.kind for node in terms.queries} >= {"feature", "error", "token", "constant"}
+    assert max(node.pos for node in terms.queries) == 4 and max(node.pos for node in terms.keys) == 2
+    biggest = terms.largest(5)
+    assert [abs(term) for _, _, term in biggest] == sorted(terms.values.abs().flatten().tolist(), reverse=True)[:5]
+    rotated = [name for name in bridge.hook_dict if name.startswith("blocks.1.attn.hook_rot_")]
+    query, key = rotated or ["blocks.1.attn.hook_q", "blocks.1.attn.hook_k"]
+    scale = 1 if not bridge.cfg.use_attn_scale else bridge.cfg.attn_scale
+    seen = 0
+    with bridge.linearised(TOKENS):
+        _, before = bridge.run_with_cache(TOKENS, names_filter=[query, key])
+        for name, nodes, parts, pos in (
+            (query, terms.queries, terms.query_parts * scale, 4),
+            (key, terms.keys, terms.key_parts, 2),
+        ):
+            head = 3 * before[name].shape[2] // bridge.cfg.n_heads
+            for at, node in [(at, node) for at, node in enumerate(nodes) if node.kind == "feature"][::3]:
+
+                def turned_up(features: Tensor, hook: object, node: Node = node) -> Tensor:
+                    features[0, node.pos, node.index] *= 2
+                    return features
+
+                with bridge.hooks(fwd_hooks=[(point, turned_up)]):
+                    _, after = bridge.run_with_cache(TOKENS, names_filter=name)
+                assert torch.allclose((after[name] - before[name])[0, pos, head], parts[at], rtol=0, atol=1e-8)
+                seen += float(parts[at].norm()) > 1e-4
+    assert seen > 4
+
+
+def test_a_score_that_is_not_there_is_refused(placed: tuple[TransformerBridge, list[str], AttributionGraph]) -> None:
+    bridge, points, _ = placed
+    for wrong, said in (
+        ({"layer": 2}, "in layer 2 that are hook points"), ({"head": 4}, "head is 4; there are 4"),
+        ({"query": 6}, "query is 6; there are 6"), ({"key": 5}, "does not attend to position 5"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            score_terms(bridge, TOKENS, points, **({"layer": 1, "head": 0, "query": 4, "key": 2} | wrong))
+    assert not bridge.hook_dict[points[0]].listeners
 
 
 def test_what_is_no_graph_is_refused(placed: tuple[TransformerBridge, list[str], AttributionGraph]) -> None:

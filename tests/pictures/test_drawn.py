@@ -170,6 +170,27 @@ def test_residual_norms():
         assert close(mark["norm"], vector.pow(2).sum().sqrt())
 
 
+def test_faithfulness():
+    shares, values = (0.01, 0.1, 1.0), {"a": (0.2, 0.7, 1.0), "b": (0.1, 0.4, 1.0)}
+    band = torch.tensor([[0.1, 0.3], [0.6, 0.8], [1.0, 1.0]])
+    drawn = marks(pictures.faithfulness(shares, values, {"a": band}))
+    points = [mark for mark in drawn if "scores" in mark]
+    assert len(points) == 6
+    for mark in points:
+        at = [abs(share - float(mark["share of edges"].rstrip("%")) / 100) < 1e-9 for share in shares].index(True)
+        right = values[mark["scores"]][at]
+        low, high = band[at].tolist() if mark["scores"] == "a" else (right, right)
+        assert (close(mark["faithfulness"], right), close(mark["from"], low), close(mark["to"], high)) == (True,) * 3
+    for wrong in (
+        (shares, {}),
+        (shares[:2], values),
+        (shares, values, {"c": band}),
+        (shares, {"a": (0.1, 0.2, float("nan"))}),
+    ):
+        with pytest.raises(ValueError):
+            pictures.faithfulness(*wrong)
+
+
 def test_routing_leaves_zero_blank():
     weights = {1: torch.tensor([[0.0, 0.6, 0.4], [1.0, 0.0, 0.0]]), 4: torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.2, 0.8]])}
     drawn = marks(pictures.routing(weights, ["a", "b"]))

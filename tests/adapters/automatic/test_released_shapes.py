@@ -30,7 +30,9 @@ RELEASED: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4, "attn_layer_period": 4, "attn_layer_offset": 2, "expert_layer_period": 2,
         "expert_layer_offset": 1,
     },
-    "granitemoehybrid": {"num_hidden_layers": 3, "layer_types": ["linear_attention", "linear_attention", "full_attention"]},
+    "granitemoehybrid": {
+        "num_hidden_layers": 3, "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    },
     "phi": _HALF, "glm": _HALF, "nemotron": _HALF, "stablelm": _HALF,
 }  # fmt: skip
 
