@@ -319,7 +319,9 @@ class Attention:
         position_bias: the module of a position bias that is added to the scores, relative to the attention module; a
             layer may lack it and use the first one's.
         core: the module that computes scores and pattern, relative to `path`, where it is not that module itself.
-        cross: keys and values are made from an encoder's output.
+        keys_from: what keys and values are made from, where that is not what queries are made from: ``encoder``, its
+            output; or the index of the block whose attention's keys and values it reads (the last layers of Gemma 4):
+            `k` and `v` are that attention's, which has the same path.
         z_transform: what stands between ``pattern @ v`` and `hook_z`: a `Gate`, a `SinkGate`, an `AddedOutput`, a
             `Norm`, or an `Affine` with a factor.
         clamp: the bound that queries, keys and values are clamped to, and where: behind their projections (``made``),
@@ -344,7 +346,7 @@ class Attention:
     qk_shift: str | None = None
     position_bias: str | None = None
     core: str = ""
-    cross: bool = False
+    keys_from: Literal["encoder"] | int | None = None
     z_transform: ZTransform | None = None
     clamp: tuple[float, Literal["made", "normed"]] | None = None
     score_bias_modules: tuple[str, ...] | None = None
@@ -352,14 +354,24 @@ class Attention:
     config_values: Mapping[str, object] = field(default_factory=dict, hash=False)
 
     @property
+    def cross(self) -> bool:
+        """Keys and values are made from an encoder's output."""
+        return self.keys_from == "encoder"
+
+    @property
+    def keys_of(self) -> int | None:
+        """The index of the block whose attention's keys and values it reads; None where it makes its own."""
+        return None if self.keys_from == "encoder" else self.keys_from
+
+    @property
     def projections(self) -> dict[str, Projection]:
-        """Those of queries (``q``), keys (``k``) and values (``v``)."""
-        return {"q": self.q, "k": self.k, "v": self.v}
+        """Its own: those of queries (``q``), and of keys (``k``) and values (``v``)."""
+        return {"q": self.q} if self.keys_of is not None else {"q": self.q, "k": self.k, "v": self.v}
 
     @property
     def qk_norms(self) -> tuple[Norm, ...]:
         """The norms of queries and keys."""
-        return tuple(each.norm for each in (self.q, self.k) if each.norm)
+        return tuple(each.norm for letter, each in self.projections.items() if each.norm and letter != "v")
 
     @property
     def clip(self) -> float | None:
@@ -374,7 +386,8 @@ class Attention:
     @property
     def submodules(self) -> dict[str, str]:
         """The layers and norms that play its parts, relative to `path`, by what they do."""
-        named = {"queries": self.q, "keys": self.k, "values": self.v}
+        words = {"q": "queries", "k": "keys", "v": "values"}
+        named = {words[letter]: each for letter, each in self.projections.items()}
         made = {f"{what} made": each.path for what, each in named.items()} | {"its output made": self.o}
         return made | {f"{what} normed": each.norm.path for what, each in named.items() if each.norm}
 
@@ -417,7 +430,7 @@ class Attention:
 
     def width(self, letter: str) -> str:
         """The axis of one head's columns."""
-        own = self.projections[letter].width
+        own = {"q": self.q, "k": self.k, "v": self.v}[letter].width
         return "d_head" if own is None else str(own)
 
 
@@ -498,7 +511,7 @@ class AttentionPoints:
                 return value
             return reduce(value, "b p (kv group) d -> b p kv d", "mean", kv=self.n_kv_heads)
 
-        inputs = {letter: join(self.points.prefix, f"hook_{own}{letter}_input") for letter in "qkv"}
+        inputs = {letter: join(self.points.prefix, f"hook_{own}{letter}_input") for letter in self.part.projections}
         self.points.add(
             f"hook_{own}attn_in",
             Site(norm.path, "output"),
@@ -507,11 +520,7 @@ class AttentionPoints:
             group="heavy",
             flag="use_attn_in",
             aliases=(f"{self.name}.hook_attn_in",),
-            linked=(
-                LinkedPoint(inputs["q"], lambda value: value),
-                LinkedPoint(inputs["k"], by_group),
-                LinkedPoint(inputs["v"], by_group),
-            ),
+            linked=tuple(LinkedPoint(at, by_group if letter != "q" else _as_it_is) for letter, at in inputs.items()),
         )
 
     def _add_projections(self) -> None:
@@ -520,7 +529,7 @@ class AttentionPoints:
         for name, latent in (("q", part.q.latent), ("kv", part.k.latent)):
             if latent:
                 inner.add(f"hook_{name}_latent", self._site(latent), axes=f"batch {pos} d_{name}_latent")
-        fused = len({projection.path for projection in part.projections.values()}) < 3
+        fused = len({projection.path for projection in part.projections.values()}) < len(part.projections)
         for letter, projection in part.projections.items():
             own_pos = self.key_pos if part.cross and letter != "q" else pos
             axes = f"batch {own_pos} {part.heads(letter)} {part.width(letter)}"
@@ -569,6 +578,10 @@ class AttentionPoints:
         if self.factor is not None:
             view, site = HeadResults(self.n_heads, self.factor), self._site(part.o)
             inner.add("hook_result", site, view, f"{heads} d_model", group="heavy", flag="use_attn_result")
+
+
+def _as_it_is(value: Tensor) -> Tensor:
+    return value
 
 
 def qk_norm_points(points: PointList, part: Attention, module: str) -> None:

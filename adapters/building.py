@@ -306,7 +306,19 @@ def _stack_points(
         points.points.extend(BlockBuilder(stack, cfg, base, index, n, model).build())
     if isinstance(stack.collapse, str):
         add_collapse(replace(points, depth=n), base, stack.collapse)
-    return points.points
+    return _named_by_readers(points.points, stack, n)
+
+
+def _named_by_readers(points: list[Point], stack: Stack, n: int) -> list[Point]:
+    """Keys and values that another block's attention reads have the names of that one's, too."""
+    also: dict[str, list[str]] = {}
+    for index in range(n):
+        for named in stack.block_at(index).named:
+            if isinstance(named.step.part, Attention) and (of := named.step.part.keys_of) is not None:
+                for name in ("hook_k", "hook_v", "k.hook_out", "v.hook_out"):
+                    made = f"{stack.name}.{of}.{named.name}.hook_{name[0] if '.' in name else name[-1]}"
+                    also.setdefault(made, []).append(f"{stack.name}.{index}.{named.name}.{name}")
+    return [replace(each, aliases=(*each.aliases, *also.get(each.name, ()))) for each in points]
 
 
 def _final_norm_points(architecture: Architecture, stack: Stack, base: str, model: nn.Module) -> list[Point]:
@@ -479,7 +491,7 @@ class BlockBuilder:
         layers = (self._module(join(self.path, part.path, each.path)) for each in part.projections.values())
         if any(getattr(layer, "in_features", self.cfg.d_model) != self.cfg.d_model for layer in layers):
             return ()  # what it reads was made of the norm by another layer (Dots 3)
-        return tuple(f"{self.points.prefix}.{named.name}.hook_{letter}" for letter in "qkv")
+        return tuple(f"{self.points.prefix}.{named.name}.hook_{letter}" for letter in part.projections)
 
     def _add_norm(self, name: str, norm: Norm, flat: bool = False, separate_consumers: tuple[str, ...] = ()) -> None:
         site = Site(join(self.path, norm.path), "output")

@@ -22,6 +22,10 @@ from adapters.views.views import names_of
 
 #: What tokens are to a model: those of its decoder, where its encoder reads images or sound.
 TokensArgument = Literal["input_ids", "decoder_input_ids"]
+#: What a model is given, by the names of its own arguments.
+Given = Mapping[str, Tensor]
+#: How the names of arguments begin that are images or sound, or go along them.
+OF_IMAGES_AND_SOUND = ("pixel", "image", "video", "audio", "feature", "input_features", "input_values")
 
 
 @functools.cache
@@ -195,6 +199,58 @@ def _shifts_tokens(forward: Callable[..., Any]) -> bool:
     )
 
 
+def takes_besides(core: nn.Module) -> str | None:
+    """The first argument of a model that is images or sound among its tokens; None where it takes none.
+
+    Args:
+        core: the model, without what wraps it.
+
+    Example:
+        >>> import transformers
+        >>> from adapters.inputs import takes_besides
+        >>> model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=10))
+        >>> takes_besides(model) is None
+        True
+    """
+    if takes(core).main is not None:
+        return None
+    names = inspect.signature(_forward_of(core)).parameters
+    return next((name for name in names if name.startswith(OF_IMAGES_AND_SOUND)), None)
+
+
+def gives_blocks_tokens(core: nn.Module) -> bool:
+    """Whether a model's blocks are given something of the tokens besides the stream: per-layer inputs (Gemma 3n, 4).
+
+    Args:
+        core: the model, without what wraps it.
+    """
+    config = config_of(core).get_text_config()
+    return bool(getattr(config, "hidden_size_per_layer_input", None))
+
+
+def text_alone(core: nn.Module) -> dict[str, Any]:
+    """What says to a run from a layer on that its stream is of text without images or sound.
+
+    Args:
+        core: the model, without what wraps it.
+    """
+    name = takes_besides(core)
+    return {} if name is None else {name: None}
+
+
+def with_stream(core: nn.Module, tokens: Tensor, more: Given) -> dict[str, Any]:
+    """What goes with the stream of a run, in a run from a layer on.
+
+    Args:
+        core: the model, without what wraps it.
+        tokens, more: what the run was given.
+    """
+    of_images = any(name.startswith(OF_IMAGES_AND_SOUND) for name in more)
+    if takes(core).main is None and (of_images or gives_blocks_tokens(core)):
+        return {**more, "input_ids": tokens}
+    return {**more, **text_alone(core)}
+
+
 def looks_for_padding(core: nn.Module) -> bool:
     """Whether a model looks for its padding token among its tokens, whatever mask it is given (sequence classifiers).
 
@@ -210,10 +266,6 @@ def looks_for_padding(core: nn.Module) -> bool:
 # ----------------------------------------------------------------------------------------------------------------------
 # Inputs that are made up: random tokens, and random images or sound of the sizes that a configuration says.
 # ----------------------------------------------------------------------------------------------------------------------
-
-
-#: What a model is given, by the names of its own arguments.
-Given = Mapping[str, Tensor]
 
 
 class CannotBeMade(ValueError):

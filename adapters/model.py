@@ -55,11 +55,27 @@ class ModelMap:
     def without(self, names: Mapping[str, str]) -> ModelMap:
         """The same without some hook points and weights, and without what stands on them, with the reasons."""
         weights = ("unembed.W_U", "unembed.b_U")
+        names = {**names, **self._feeding(names)}
         more = _standing_on(names)
         there = {*weights, *(point.name for point in self.points)}
         names = {**names, **{name: more[name] for name in more if name in there}}
         points = [point for point in self.points if not _is_among(point.name, names)]
+        left = {point.name for point in points}
+        # Where a reader is not offered, the gradient of what it reads is taken in one, for all of them.
+        points = [
+            each if left.issuperset(each.separate_consumers) else replace(each, separate_consumers=())
+            for each in points
+        ]  # fmt: skip
         return replace(self, points=points, not_offered={**self.not_offered, **names})
+
+    def _feeding(self, names: Mapping[str, str]) -> dict[str, str]:
+        """The points whose edits others take over, of which one is left out, with the reasons."""
+        return {
+            point.name: f"it stands on {gone[0]}: {next(names[x] for x in names if _is_among(gone[0], {x: ''}))}"
+            for point in self.points
+            if (gone := [each.name for each in point.linked if _is_among(each.name, names)])
+            and not _is_among(point.name, names)
+        }
 
 
 #: What stands on a hook point, by the end of its name: of the same part.

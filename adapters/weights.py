@@ -280,8 +280,9 @@ class _Getters(Weights):
     def _add_attention(self, name: str, path: str, part: Attention) -> None:
         heads, at = part.own("n_heads", self.cfg.n_heads), join(path, part.path)
         groups = part.own("n_key_value_heads", self.cfg.n_kv_heads)
-        for letter, projection, n in (("Q", part.q, heads), ("K", part.k, groups), ("V", part.v, groups)):
+        for letter, projection in part.projections.items():
             if projection.latent is None:  # what is made from a latent has no matrix that reads the stream
+                letter, n = letter.upper(), heads if letter == "q" else groups
                 own = "_" if letter != "Q" and n != heads else ""
                 self._add_projection(f"{name}.{own}", at, letter, projection, n)
                 if added := projection.bias:
@@ -290,8 +291,8 @@ class _Getters(Weights):
         out = join(at, part.o)
         self.getters[f"{name}.W_O"] = lambda: rearrange(self.matrix(out), "(h d) m -> h d m", h=heads)
         self.getters[f"{name}.b_O"] = self.bias(out, lambda: (self.cfg.d_model,))
-        for letter, projection in (("q", part.q), ("k", part.k)):
-            if norm := projection.norm:
+        for letter, projection in part.projections.items():
+            if letter != "v" and (norm := projection.norm):
                 self.add_norm(f"{name}.{letter}_norm", at, norm)
         if part.position_bias and self.has(table := join(at, part.position_bias)):
             self.getters[f"{name}.rel_pos_bias.weight"] = self.parameter(table)

@@ -261,8 +261,8 @@ class ProcessedParts:
         """The matrices of a step that read its norm."""
         part, at = named.step.part, f"{name}.{named.name}"
         if isinstance(part, Attention):
-            for letter, projection in (("Q", part.q), ("K", part.k), ("V", part.v)):
-                weight, bias = self.find(at, f"W_{letter}"), self.find(at, f"b_{letter}")
+            for letter, projection in part.projections.items():
+                weight, bias = self.find(at, f"W_{letter.upper()}"), self.find(at, f"b_{letter.upper()}")
                 yield NormReader(weight, self.get(weight), self.get(bias), join(path, part.path, projection.path))
         elif isinstance(part, MoE):
             names = [f"{at}.W_gate.weight"]

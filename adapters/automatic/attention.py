@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -67,8 +67,10 @@ class FoundAttention:
         recording: the run.
         norms: the norms of its block.
         block: the call of its block.
+        earlier: the attentions of blocks before it, by their index.
 
     Attributes:
+        declared: what was made of it, for later ones that read its keys and values. `keys_of`: whose it reads itself.
         missing: what could not be found, by hook name. `cross`: its keys are at the encoder's positions. `adds`: a
             number that a layer makes for each head is added to the scores.
 
@@ -76,8 +78,19 @@ class FoundAttention:
         NotFound: it cannot be declared as an attention.
     """
 
-    def __init__(self, part: FoundPart, recording: Recording, norms: Norms, block: ModuleCall) -> None:
+    declared: Attention | None = None
+    keys_of: tuple[int, FoundAttention] | None = None
+
+    def __init__(
+        self,
+        part: FoundPart,
+        recording: Recording,
+        norms: Norms,
+        block: ModuleCall,
+        earlier: Mapping[int, FoundAttention],
+    ) -> None:
         self.part, self.recording, self.norms, self.block = part, recording, norms, block
+        self.earlier = earlier
         self.missing: dict[str, str] = {}
         self.normed_last = False
         self.clip: float | None = None
@@ -174,8 +187,23 @@ class FoundAttention:
                 self.missing[letter] = "no projection has columns of its own for each head"
             else:
                 self.found[letter] = carrier
+        if self.missing.keys() == {"k", "v"}:
+            self._read_those_of_another()
         self.biases = {letter: bias for letter in "qk" if (bias := self._bias_behind(letter))}
         self.clip = self._clamped()
+
+    def _read_those_of_another(self) -> None:
+        """Takes keys and values from the attention before it that has the same keys in its product."""
+        key, path = self.softmax.key, relative(self.owner.path, self.block.path)
+        for index, other in self.earlier.items() if key is not None else ():
+            its = other.softmax.key
+            if its is None or key is None or other.declared is None or other.declared.path != path:
+                continue
+            if its.shape == key.shape and torch.equal(its, key):
+                self.keys_of = index, other
+                self.found |= {letter: other.found[letter] for letter in "kv"}
+                self.missing.clear()
+                return
 
     def _width(self, letter: str) -> float:
         """How many columns of each head meet in the product, or values have; infinite where that is not seen."""
@@ -306,7 +334,8 @@ class FoundAttention:
             raise NotFound("; ".join(f"{letter}: {reason}" for letter, reason in sorted(self.missing.items())))
         owner = self.owner.path
         projections = {}
-        for letter, (call, sets, _) in self.found.items():
+        own = {letter: each for letter, each in self.found.items() if self.keys_of is None or letter == "q"}
+        for letter, (call, sets, _) in own.items():
             made = call.left[0].value
             view = heads_view(sets, made.shape[-1])
             if made.ndim == 4 and made.shape[1] == 1:
@@ -319,7 +348,14 @@ class FoundAttention:
                 bias=bias and bias[0],
                 width=len(sets[0]),
             )
-        latents = {"q": self._latent("q"), "kv": None if self.cross else self._latent("k", "v")}
+        latents = {"q": self._latent("q")}
+        if self.keys_of is None:
+            latents["kv"] = None if self.cross else self._latent("k", "v")
+            k, v = (replace(projections[letter], latent=latents["kv"]) for letter in "kv")
+        else:
+            source = self.keys_of[1].declared
+            assert source is not None
+            k, v = source.k, source.v
         over = {self._over(call) for _, call in filter(None, map(self._norm, "qk"))}
         if len(over) > 1:
             raise NotFound("the norms of queries and keys are given different shapes")
@@ -327,13 +363,13 @@ class FoundAttention:
         declared = Attention(
             relative(owner, self.block.path),
             replace(projections["q"], latent=latents["q"]),
-            replace(projections["k"], latent=latents["kv"]),
-            replace(projections["v"], latent=latents["kv"]),
+            k,
+            v,
             o=relative(self.part.producer.path, owner),
             rotary="first" if self.normed_last else "last" if self.rotated() else None,
             norms_over=over.pop() if over else "heads",
             core="" if core == owner else relative(core, owner),
-            cross=self.cross,
+            keys_from="encoder" if self.cross else None if self.keys_of is None else self.keys_of[0],
             clamp=None if self.clip is None else (self.clip, "normed" if self.clips_normed else "made"),
             config_values={"n_heads": self.n_heads, "n_key_value_heads": len(self.found["k"][1])},
         )
@@ -378,6 +414,8 @@ class FoundAttention:
 
     def _norm(self, letter: str) -> tuple[Norm, ModuleCall] | None:
         """The norm between a projection and the scores."""
+        if self.keys_of is not None and letter != "q":
+            return self.keys_of[1]._norm(letter)
         call, _, norm = self.found[letter]
         if norm is None:
             # As wide as a head, or as all of them, and behind the projection.

@@ -157,6 +157,8 @@ class _Inference:
         self.not_offered: dict[str, str] = {}
         self.unknown: dict[str, str] = {}
         self.facts = Facts(model, recording)
+        #: The attentions of the list of blocks that is being looked at which make their own keys, by block.
+        self.attentions: dict[int, FoundAttention] = {}
         #: What the model writes over in the blocks of the list that is being looked at.
         self.changed: dict[tuple[str, Literal["input", "output"]], None] = {}
         #: What its first blocks read in place of tokens.
@@ -290,6 +292,7 @@ class _Inference:
         """A list of blocks, and its final norm with its path from the model."""
         self.facts.table = None
         self.changed.clear()
+        self.attentions.clear()
         for call in found.blocks:
             number_calls(call, self.recording)
         blocks = [self._block(found, index, name) for index in range(found.length)]
@@ -390,7 +393,7 @@ class _Inference:
             for nth, (term, part) in enumerate(zip(total.terms, parts.of_sum(total), strict=True)):
                 note, earlier = dict(part.missing), parts.reads(term, total)
                 parallel_to = firsts[-1 if earlier is None else earlier] if nth else None
-                step = _step(self._part(part, norms, call, note), part, total, term, norms, call)
+                step = _step(self._part(part, norms, call, note, index), part, total, term, norms, call)
                 steps.append(replace(step, parallel_to=parallel_to))
                 notes.append(note)
         ends = stack.ends[place] if stack.ends else None
@@ -424,7 +427,7 @@ class _Inference:
         sums = mixed.find()
         return mixed.values, None if sums is None else Found(tuple(sums))
 
-    def _part(self, part: FoundPart, norms: Norms, block: ModuleCall, note: dict[str, str]) -> Part:
+    def _part(self, part: FoundPart, norms: Norms, block: ModuleCall, note: dict[str, str], index: int) -> Part:
         """What a part is, as far as it can be said; `NotFound` where nothing says which names it has."""
         attends = [s for s in part.softmaxes if s.scores.ndim in (3, 4) and s.scores.shape[-2] > 1]
         mixes = self._mixes(part)
@@ -434,7 +437,7 @@ class _Inference:
             return self._mixer(behind, block, note)
         try:
             if attends and mixes is not False:
-                return self._attention(part, norms, block)
+                return self._attention(part, norms, block, index)
             if mixes:
                 return self._mixer(part, block, note)
             if experts := experts_of(part, self.recording):
@@ -459,10 +462,13 @@ class _Inference:
         alone = replace(part, owner=last, softmaxes=[])
         return alone if self._mixes(alone) else None
 
-    def _attention(self, part: FoundPart, norms: Norms, block: ModuleCall) -> Attention:
-        found = FoundAttention(part, self.recording, norms, block)
+    def _attention(self, part: FoundPart, norms: Norms, block: ModuleCall, index: int) -> Attention:
+        found = FoundAttention(part, self.recording, norms, block, self.attentions)
         declared = self.facts.add_attention(found, with_values(found, found.declare()))
-        return replace(declared, auxiliary_modules=auxiliary_modules(found, declared, norms))
+        found.declared = replace(declared, auxiliary_modules=auxiliary_modules(found, declared, norms))
+        if found.keys_of is None:
+            self.attentions[index] = found
+        return found.declared
 
     def _mixture(self, found: FoundMixture | FoundExpertModules) -> MoE:
         declared = found.declare()

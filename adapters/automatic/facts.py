@@ -573,7 +573,7 @@ def with_sizes(block: Block, values: Mapping[str, object]) -> Block:
             return replace(part, up=sized(part.up, values["d_mlp"]))
         if not isinstance(part, Attention):
             return part
-        q, k, v = (sized(each, d_head) for each in part.projections.values())
+        q, k, v = (sized(each, d_head) for each in (part.q, part.k, part.v))
         others = {name: x for name, x in part.config_values.items() if x is not None and x != usual.get(name)}
         return replace(part, q=q, k=k, v=v, config_values=others)
 

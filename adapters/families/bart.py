@@ -49,7 +49,9 @@ def pegasus(config: PreTrainedConfig) -> Architecture:
 def _attention(layer: int, module: str, cross: bool = False) -> Attention:
     q, k, v = (Projection(letter) for letter in "qkv")
     bias = None if cross else "relative_attention_bias"
-    return Attention(f"layer.{layer}.{module}", q, k, v, o="o", position_bias=bias, cross=cross)
+    return Attention(
+        f"layer.{layer}.{module}", q, k, v, o="o", position_bias=bias, keys_from="encoder" if cross else None
+    )
 
 
 def _stack(name: str, *parts: Attention | MLP, outputs: int = 3) -> Stack:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from adapters.architecture import Architecture, NamedStep, Stack
+from adapters.attention import Attention
 from adapters.config import ModelConfig, config_of
 from adapters.inputs import Given, accepted_by, arguments_of, split, with_required_inputs
 from adapters.observe.observe import WRONG, CallRecorder, Calls, ModuleCall, one_line
@@ -28,7 +29,7 @@ from adapters.points import (
     token_embedding,
 )
 from adapters.spread import Layout
-from adapters.views import View
+from adapters.views import Call, View
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What a verification found: a check for each claim, with what was seen where it failed.
@@ -326,6 +327,14 @@ class LayerStep:
         """The path of its part."""
         return join(self.path, self.named.step.part.path)
 
+    def makes(self, letter: str) -> LayerStep:
+        """The step that makes an attention's queries (``q``), keys or values: this one, or one of another block."""
+        part = self.named.step.part
+        if letter == "q" or not isinstance(part, Attention) or part.keys_of is None:
+            return self
+        path = self.path.removesuffix(self.stack.place_of(self.layer)) + self.stack.place_of(part.keys_of)
+        return replace(self, prefix=f"{self.stack.name}.{part.keys_of}.", path=path, layer=part.keys_of)
+
 
 @dataclass
 class Evidence:
@@ -397,6 +406,18 @@ class Evidence:
     def from_model(self, path: str) -> str:
         """A path as it is declared, as one from the model."""
         return path_from(self.bridge.original_model, path)
+
+    def seen_by(self, hook: Hook) -> Call | None:
+        """The call of the module that a hook point stands on, as its view is given it; None where it did not run."""
+        raw = next(iter(self.raw.get(hook.point.site.path, ())), None)
+        if raw is None:
+            return None
+        sources = tuple(
+            (found.module, found.input)
+            for found in map(self.call, (site.path for site in hook.point.sources))
+            if found is not None and found.input is not None
+        )
+        return Call(raw.module, raw.args, raw.kwargs, sources)
 
     def get(self, name: str) -> Tensor | None:
         """An activation; None where there is no such hook point."""
@@ -497,6 +518,9 @@ def randomized_run(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> E
     sizes, cap = dict(RANDOMIZED), bridge.cfg.attn_scores_soft_cap
     if cap > 0:  # scores as large as it is, which show what it does to them
         sizes[".hook_q"] = sizes[".hook_k"] = 0.8 * max(cap, 6.25) ** 0.5
+    clips = [part.clip or 0.0 for block in bridge.architecture.stack.every_block for part in block.attentions]
+    for end in (".hook_q", ".hook_k", ".hook_v"):  # beyond every clamp, in the rows of large values
+        sizes[end] = max([sizes[end], *(clip / 4 for clip in clips)])
     names = [name for name, hook in bridge.hook_dict.items() if hook.point.group != "heavy"]
 
     def look(x: Tensor, hook: Hook) -> Tensor | None:

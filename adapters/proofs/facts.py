@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture, Block, NamedStep, Part
 from adapters.attention import Attention
@@ -19,7 +21,7 @@ from adapters.observe.observe import AttentionRecorder, CallRecorder, Calls, Rec
 from adapters.observe.recognised import recognise_norm
 from adapters.points import INFER, has_module, is_inside, join, module_at, module_path
 from adapters.proofs.evidence import Check, Evidence, Findings, LayerStep, add_numbered, like
-from adapters.views import Call, linearly, parameters_of, transformed
+from adapters.views import linearly, parameters_of, transformed
 from adapters.weights import Weights
 
 FACTS = "the facts of cfg"
@@ -177,6 +179,16 @@ def _epsilon(evidence: Evidence, findings: Findings) -> None:
             return
 
 
+#: How fields of configurations end that say how many positions there are.
+_LENGTH = re.compile(r"(position_embeddings|positions|ctx|seq_len|length)$")
+
+
+def _lengths(config: PreTrainedConfig) -> set[int]:
+    """How many positions a configuration, or the part of it that is about text, says there are, in its own words."""
+    said = [*vars(config).items(), *vars(config.get_text_config()).items()]
+    return {x for name, x in said if isinstance(x, int) and not isinstance(x, bool) and _LENGTH.search(name)}
+
+
 def _positions(evidence: Evidence, findings: Findings) -> None:
     """Learned positions: as many as the model has, but for those that it puts before the first."""
     architecture, cfg, model = evidence.bridge.architecture, evidence.bridge.cfg, evidence.bridge.original_model
@@ -191,6 +203,10 @@ def _positions(evidence: Evidence, findings: Findings) -> None:
             if first and cfg.n_ctx == len(table) - first[0]:
                 seen = cfg.n_ctx  # the model counts from a later row
             findings.holds(FACTS, "cfg.n_ctx", cfg.n_ctx == seen, f"it says {cfg.n_ctx}, and the model has {seen}")
+    elif cfg.n_ctx is not None:  # nothing ends there that a run could show
+        told = _lengths(config_of(evidence.bridge.core))
+        wrong = f"it says {cfg.n_ctx}, and the configuration {sorted(told)}"
+        findings.holds(FACTS, "cfg.n_ctx", not told or cfg.n_ctx in told, wrong)
     start = cfg.decoder_start_token_id
     config = config_of(evidence.bridge.core)
     prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
@@ -491,15 +507,10 @@ class _Layer:
         """What the module of a hook point read, and what it made as the hook point shows it: nothing replaced."""
         hook = self.evidence.bridge.hook_dict.get(f"{self.place.part}{point}")
         call = self.evidence.call(hook.point.site.path) if hook else None
-        if hook is None or call is None or call.input is None or not isinstance(call.output, Tensor):
+        seen_by = self.evidence.seen_by(hook) if hook else None
+        if hook is None or call is None or call.input is None or not isinstance(call.output, Tensor) or not seen_by:
             return None
-        raw = self.evidence.raw[hook.point.site.path][0]
-        sources = tuple(
-            (found.module, found.input)
-            for found in map(self.evidence.call, (site.path for site in hook.point.sources))
-            if found is not None and found.input is not None
-        )
-        return call.input, hook.view.get(raw.output, Call(raw.module, raw.args, raw.kwargs, sources))
+        return call.input, hook.view.get(self.evidence.raw[hook.point.site.path][0].output, seen_by)
 
     def projection(self, letter: str) -> None:
         """Queries, keys or values of each head."""

@@ -6,12 +6,13 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import fields
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from adapters.config import ModelConfig
-from adapters.inputs import Given, arguments_of, may_take, repeated, split
+from adapters.inputs import Given, arguments_of, may_take, repeated, split, with_stream
 from adapters.linear import bias_of, head_results
 from adapters.mixers import Mixer
 from adapters.observe.observe import WRONG, CallRecorder, one_line
@@ -25,6 +26,7 @@ _OF_HEADS = re.compile(r"hook_(attn_in|[qkv]_input)$")
 _NORMED = re.compile(r"\bln.*hook_(scale|normalized|out)$")
 
 EMBEDDED = "rows of W_E in place of tokens give their logits"
+ATTRIBUTED = "what all terms of the stream add to the logits is the logits"
 
 #: Says of some hook points which do not hold, and why; what it raises is a reason, too.
 Test = Callable[[list[str]], dict[str, str]]
@@ -76,13 +78,18 @@ class Mechanics:
             self.resid_mid_reaches_both,
             self.starting_after_stopping,
             self.embeddings_in_place_of_tokens,
+            self.attributions_are_the_logits,
         )
 
     def promised(self) -> list[Check]:
         """Those of a full proof that a search for hook points that hold does not make."""
         self.names = list(self.bridge.hook_dict)
         return self._all(
-            self.unhooked, self.z_through_w_o, self.resid_mid_reaches_both, self.embeddings_in_place_of_tokens
+            self.unhooked,
+            self.z_through_w_o,
+            self.resid_mid_reaches_both,
+            self.embeddings_in_place_of_tokens,
+            self.attributions_are_the_logits,
         )
 
     def last(self) -> list[Check]:
@@ -330,13 +337,18 @@ class Mechanics:
     def layer_runs(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """The logits of runs that start at a layer with what another stopped at, and those of a whole run."""
         # Each layer alone, on what the one before it made; the logits from each of a few of them, and from the end.
-        n, more = self.cfg.n_layers, Kwargs(self.more)
-        residual = self.bridge(self.tokens, stop_at_layer=0, **more)
+        n, given, stack = self.cfg.n_layers, Kwargs(self.more), self.bridge.architecture.stack
+        more = Kwargs(with_stream(self.bridge.core, self.tokens, self.more))
+        others = (part.keys_of for block in stack.every_block for part in block.attentions)
+        last = min([n, *(each for each in others if each is not None)])
+        residual = self.bridge(self.tokens, stop_at_layer=0, **given)
         for layer in range(n + 1):
-            if layer in (0, n // 2, n - 1, n):
+            if layer in (0, n // 2, n - 1, n) and (layer <= last or layer == n):
                 yield f"layer {layer}", self.bridge(residual, start_at_layer=layer, **more), self.plain
-            if layer < n:
+            if layer < last:
                 residual = self.bridge(residual, start_at_layer=layer, stop_at_layer=layer + 1, **more)
+            elif layer < n:  # a later one reads its keys, or it reads those of another
+                residual = self.bridge(self.tokens, stop_at_layer=layer + 1, **given)
 
     def starting_after_stopping(self) -> None:
         """start_at_layer after stop_at_layer gives the full logits."""
@@ -362,12 +374,39 @@ class Mechanics:
         else:
             self.add_worst(name, [("logits", made, self.plain)])
 
+    def attributions_are_the_logits(self) -> None:
+        """What all terms of the stream add to the difference of two logits is that difference."""
+        weights, points = Weights(self.bridge.architecture, self.model, self.cfg).getters, self.bridge.hook_dict
+        if "unembed.W_U" not in weights or self.tokens.is_floating_point() or self.plain.ndim != 3:
+            self.add(ATTRIBUTED, True, "does not apply")
+            return
+        names, (one, other) = [name for name, hook in points.items() if hook.point.group != "heavy"], (1, 2)
+        try:
+            cache: Any = self.bridge.run_with_cache(self.tokens, names_filter=names, **self.more)[1]
+            parts: Tensor = cache.logit_attrs(cache.decompose_resid(), one, other, norm_weights=True).double()
+        except WRONG as error:  # which whoever asks for it is told
+            self.add(ATTRIBUTED, True, f"does not apply: {one_line(error)}")
+            return
+        direction = weights["unembed.W_U"]()[:, one].double() - weights["unembed.W_U"]()[:, other].double()
+        total = parts.sum(0)
+        if get := weights.get("unembed.b_U"):
+            total = total + (get()[one] - get()[other]).double()
+        if get := weights.get("ln_final.b"):
+            total = total + get().double() @ direction
+        logits, cap = self.plain.double(), self.bridge.architecture.readout.soft_cap
+        logits = logits if cap is None else torch.atanh(logits / cap) * cap
+        size = max(1.0, float(parts.abs().max()), float(logits[..., [one, other]].abs().max()))
+        self.add_worst(ATTRIBUTED, [("logits", total / size, (logits[..., one] - logits[..., other]) / size)])
+
     def starting_at_a_block(self) -> None:
         """A block that runs alone makes what it makes in a run from the start."""
-        first, more = min(1, self.cfg.n_layers - 1), Kwargs(self.more)
+        first, given = min(1, self.cfg.n_layers - 1), Kwargs(self.more)
+        more = Kwargs(with_stream(self.bridge.core, self.tokens, self.more))
+        if any(part.keys_of is not None for part in self.bridge.architecture.stack.block_at(first).attentions):
+            first = 0
 
         def pairs() -> Iterator[tuple[str, Tensor, Tensor]]:
-            before, behind = (self.bridge(self.tokens, stop_at_layer=layer, **more) for layer in (first, first + 1))
+            before, behind = (self.bridge(self.tokens, stop_at_layer=layer, **given) for layer in (first, first + 1))
             alone = self.bridge(before, start_at_layer=first, stop_at_layer=first + 1, **more)
             yield f"layer {first}", alone, behind
 
@@ -461,7 +500,7 @@ class Edits:
             here = [name for name, at in zip(names, layers, strict=True) if at == layer]
 
             def run(times: int, hooks: Sequence[NamedHook], stream: Tensor = residual, layer: int = layer) -> Tensor:
-                _, more = split(self.bridge.core, repeated(self._few, times))
+                more = with_stream(self.bridge.core, *split(self.bridge.core, repeated(self._few, times)))
                 with self.bridge.hooks(fwd_hooks=hooks):
                     rows = stream.repeat(times, *(1 for _ in stream.shape[1:]))
                     return self.bridge(rows, start_at_layer=layer, stop_at_layer=layer + 1, **more)
@@ -470,7 +509,9 @@ class Edits:
                 found |= self._changed(here, run, f"block {layer}")
             except WRONG as error:
                 one_line(error)  # this block does not run so: its points are tried in whole runs
-            residual = run(1, [])
+                residual = self.bridge(tokens, stop_at_layer=layer + 1, **Kwargs(more))
+            else:
+                residual = run(1, [])
         return found
 
     def _inside_together(self, names: list[str]) -> set[str]:

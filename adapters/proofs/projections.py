@@ -10,9 +10,12 @@ from adapters.norms import Norm
 from adapters.observe.gradients import by_position, gradients_of_scores, gradients_of_z
 from adapters.observe.observe import ModuleCall
 from adapters.points import module_path
-from adapters.proofs.evidence import Evidence, Findings, LayerStep
+from adapters.proofs.evidence import RANDOMIZED, Evidence, Findings, LayerStep
 from adapters.views import Biased, Call, Heads, View
 
+WRITTEN = "what is written at a hook point is read there, at every position and of every size"
+#: The ends of the names of the points at which activations are replaced in other claims, and of what is made of them.
+_WRITTEN = (*RANDOMIZED, ".hook_post", ".hook_z")
 CLAIM = "queries, keys and values are the columns that reach each head's scores and z"
 
 
@@ -57,7 +60,8 @@ def prove_choices(evidence: Evidence, findings: Findings) -> None:
     """
     findings.claim(CLAIM)
     for place in evidence.places():
-        for letter in "qkv" if isinstance(place.named.step.part, Attention) else "":
+        part = place.named.step.part
+        for letter in part.projections if isinstance(part, Attention) else ():
             name = f"{place.part}hook_{letter}"
             site = evidence.bridge.hook_dict[name].point.site
             found = evidence.raw.get(site.path)
@@ -65,6 +69,33 @@ def prove_choices(evidence: Evidence, findings: Findings) -> None:
                 continue
             wrong = _why_no_choice(evidence.bridge.hook_dict[name].point.view, found[0], found[0].output)
             findings.holds(CLAIM, name, not wrong, wrong)
+
+
+def prove_written(evidence: Evidence, findings: Findings) -> None:
+    """What is written at a hook point is read there: at every position, and of every size.
+
+    Other claims replace these activations, and would not see how they are read.
+
+    Args:
+        evidence: a run.
+        findings: what is found is added to it.
+    """
+    findings.claim(WRITTEN)
+    generator = torch.Generator().manual_seed(5)
+    for name, hook in evidence.bridge.hook_dict.items():
+        site, call = hook.point.site, evidence.seen_by(hook) if name.endswith(_WRITTEN) else None
+        if call is None or site.kind not in ("output", "input") or site.key is not None:
+            continue
+        raw = evidence.raw[site.path][0]
+        x = raw.output if site.kind == "output" else raw.input
+        if not isinstance(x, Tensor):
+            continue
+        # Sizes from a thousandth to a thousand.
+        new = torch.randn((shape := hook.view.get(x, call).shape), generator=generator)
+        new = (new * 10 ** (6 * torch.rand(shape, generator=generator) - 3)).to(x)
+        read, size = hook.view.get(hook.view.put(x.clone(), new, call), call), new.abs().double() + 1
+        same = read.shape == new.shape and bool(((read - new).abs() / size <= findings.tolerance).all())
+        findings.holds(WRITTEN, name, same, "something else is read there")
 
 
 def _why_no_choice(view: View, call: ModuleCall, output: Tensor) -> str:
@@ -133,7 +164,8 @@ class _Columns:
         if len(keys) < 2:
             self.findings.inconclusive(CLAIM, f"{self.place.part}: a query may attend to fewer than two other keys")
             return
-        calls = {letter: self.made(letter) for letter in "qkv"}
+        # Keys of another block reach scores through the stream, too: those are proved by what they make.
+        calls = {letter: self.made(letter) for letter in self.part.projections}
         missing = [letter for letter, call in calls.items() if call is None or call.result is None]
         if missing:
             self.findings.holds(CLAIM, f"{self.place.part}hook_{missing[0]}", False, "its projection did not run")
@@ -155,8 +187,10 @@ class _Columns:
     def _reached(self, outputs: dict[str, Tensor], z: Tensor, query: int, keys: list[int]) -> dict[str, Tensor | None]:
         """Which columns of queries, keys and values reach each head at a query."""
         positions = {"query_pos": self.query_pos, "key_pos": self.key_pos}
-        made = [outputs["q"], outputs["k"]]
+        made = [outputs[letter] for letter in "qk" if letter in outputs]
         reaches = gradients_of_scores(self.scores, made, query=query, keys=keys, **positions)
+        if "v" not in outputs:
+            return {"q": reaches.from_query[0]}
         values = gradients_of_z(z, [outputs["v"]], query=query, key_pos=self.key_pos)[0]
         return {"q": reaches.from_query[0], "k": reaches.from_keys[1], "v": values}
 
@@ -248,8 +282,8 @@ def clipped(made: Tensor | None, part: Attention) -> Tensor | None:
 
 def normed(evidence: Evidence, place: LayerStep, part: Attention, letter: str) -> Tensor | None:
     """Queries or keys behind their norm, where they have one."""
+    place, norm = place.makes(letter), {"q": part.q, "k": part.k, "v": part.v}[letter].norm
     made = evidence.get(f"{place.part}hook_{letter}")
-    norm = part.projections[letter].norm
     if norm is None or made is None or part.rotary == "first":
         return clipped(made, part)
     call = evidence.call(place.module, norm.path)

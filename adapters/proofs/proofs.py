@@ -43,7 +43,7 @@ from torch import Tensor
 from adapters.architecture import NOT_PROVED, Architecture
 from adapters.attention import Attention
 from adapters.imports import known_error
-from adapters.inputs import Given, may_take, sample_inputs, split
+from adapters.inputs import Given, arguments_of, may_take, sample_inputs, split
 from adapters.observe.observe import WRONG, evaluating, one_line, outside_of_modes
 from adapters.observe.probe_copy import is_moved, probe_copy, trivial_parameters, why_no_probe_copy
 from adapters.observe.recognised import ProgressBar, progress, tolerance
@@ -68,9 +68,9 @@ from adapters.proofs.facts import WEIGHTS as WEIGHTS
 from adapters.proofs.facts import prove_coverage, prove_facts, prove_modules, prove_weights
 from adapters.proofs.feed_forward import CLAIM as NORMS
 from adapters.proofs.feed_forward import GATED, prove_feed_forward, prove_norms
-from adapters.proofs.mechanics import EMBEDDED, Edits, Mechanics, Test
+from adapters.proofs.mechanics import ATTRIBUTED, EMBEDDED, Edits, Mechanics, Test
 from adapters.proofs.projections import CLAIM as COLUMNS
-from adapters.proofs.projections import prove_choices, prove_projections
+from adapters.proofs.projections import WRITTEN, prove_choices, prove_projections, prove_written
 from adapters.proofs.scores import PATTERN, SCORES, VALUES, prove_attention, telling_distance
 from adapters.proofs.slopes import SLOPES, Slopes
 from adapters.proofs.stream import ENDS, LOGITS, READS, prove_streams
@@ -89,7 +89,7 @@ _CONSTANT = "random numbers in"
 #: How long a text is of which the claims are proved, too.
 _FAR = 67
 #: Claims that are not about the points that they are looked at: what is not offered is what is claimed.
-_OF_ALL = (ENDS, LOGITS, SLOPES)
+_OF_ALL = (ENDS, LOGITS, ATTRIBUTED)
 #: How long a text is at most that shows how far a position bias goes.
 _LONG = 160
 #: Each proof of the activations of one run, and what is said not to hold when it cannot be made.
@@ -98,6 +98,7 @@ _PROOFS = (
     (NORMS, prove_norms),
     (SCORES, prove_attention),
     (GATED, prove_feed_forward),
+    (WRITTEN, prove_written),
     (FACTS, prove_facts),
 )
 
@@ -172,7 +173,7 @@ def without_claims(architecture: Architecture, names: Mapping[str, str]) -> Arch
     first, *rest = architecture.stacks
     if EMBEDDED in names:
         first = replace(first, embedding=replace(first.embedding, given="other"))
-    wrong = names.get(ENDS) or names.get(LOGITS)
+    wrong = names.get(ENDS) or names.get(LOGITS) or names.get(ATTRIBUTED)
     unknown = {"embedding": wrong, "readout": wrong} if wrong else {}
     return replace(architecture, stacks=(first, *rest), unknown={**unknown, **architecture.unknown})
 
@@ -417,6 +418,9 @@ class Proof:
         with outside_of_modes(model), evaluating(model):
             with torch.no_grad():
                 checks = self.mechanics.promised()
+                if any(check.wrong for check in self._slopes):  # what is left, as `verify` tries it
+                    given = arguments_of(self.bridge.core, *some_tokens(self.bridge, 2, 5, 3, self._given))
+                    self._moved(list(self.bridge.hook_dict), given)
             checks += [*_proofs(self.bridge, "inferred", self._given), *self._slopes]
         found: dict[str, str] = {}
         for check in checks:
@@ -504,7 +508,7 @@ class Proof:
         with _tried_on(self.bridge, why) as subject:
             slopes = Slopes(subject, names, split(subject.core, few), findings)
             findings.attempt(SLOPES, slopes.prove)
-        self._slopes = list(findings.checks())
+        self._slopes += findings.checks()
         return slopes.moved
 
     def _auxiliary(self) -> set[str]:

@@ -288,14 +288,15 @@ class _Attention:
         self.local = bool(types and self.cfg.use_local_attn and types[place.layer] == "local")
 
     def get(self, name: str) -> Tensor | None:
-        return self.evidence.get(f"{self.place.part}hook_{name}")
+        return self.evidence.get(f"{self.place.makes(name).part if name in ('k', 'v') else self.place.part}hook_{name}")
 
     def prove(self, biases: dict[str, Tensor]) -> bool:
         """Whether queries and keys are rotated here."""
         at = self.place.part
         q, k = (normed(self.evidence, self.place, self.part, letter) for letter in "qk")
         for letter in "qk" if self.part.rotary != "first" else "":
-            self._norm_reads(letter)
+            if letter in self.part.projections:
+                self._norm_reads(letter)
         prove_latents(self.evidence, self.findings, SCORES, self.place, self.part)
         scores, pattern, v, z = map(self.get, ("attn_scores", "pattern", "v", "z"))
         v = clipped(v, self.part)
@@ -355,7 +356,7 @@ class _Attention:
         """What the norms behind the rotation are given; what they put out is what enters the product."""
         given: list[Tensor | None] = []
         for letter, norm, seen in zip("qk", (self.part.q.norm, self.part.k.norm), normed, strict=True):
-            call = self.evidence.call(self.place.module, norm.path) if norm else None
+            call = self.evidence.call(self.place.makes(letter).module, norm.path) if norm else None
             if call is None or call.input is None or call.result is None:
                 given.append(seen)
                 continue
@@ -405,7 +406,7 @@ class _Attention:
         """``pattern @ v = z``, with what is declared to stand between, for the queries that see something."""
         place, at, transform = self.place, f"{self.place.part}hook_z", self.part.z_transform
         if norm := self.part.v.norm:
-            made = self.evidence.made(place.module, norm.path)
+            made = self.evidence.made(place.makes("v").module, norm.path)
             if made is None or made.numel() != v.numel():
                 self.findings.holds(VALUES, at, False, f"{norm.path} did not norm the values")
                 return

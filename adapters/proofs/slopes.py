@@ -84,6 +84,8 @@ class Slopes:
         most = min(_ROWS, max(_ROWS // 2, len(moved) // 50))
         groups = [*_shared_out(moved, most), *_shared_out(still, 2)]
         alone: list[list[str]] = []
+        if not groups:
+            return
         with torch.no_grad():
             for group, (off, told) in zip(groups, self._off(groups, _SIZES[0]), strict=True):
                 if off:
@@ -171,7 +173,7 @@ class Slopes:
 
         And whether it is seen to move, edit by edit.
 
-        Each group is a row; it is moved to both sides.
+        Each group is two rows of one run: it is moved to both sides.
         """
         count = next(iter(self.given.values())).shape[0]
         edits: dict[str, tuple[int, Tensor]] = {}
@@ -191,11 +193,9 @@ class Slopes:
                 )
                 said[row] += one[row] * share
         times = -(-len(groups) // count)
-        tokens, more = split(self.bridge.core, repeated(self.given, times))
-        up, down = (
-            self.bridge.run_with_hooks(tokens, fwd_hooks=[(list(edits), _adding(edits, sign))], **more)
-            for sign in (1.0, -1.0)
-        )
+        tokens, more = split(self.bridge.core, repeated(self.given, 2 * times))
+        hooks = [(list(edits), _adding(edits, times * count))]
+        up, down = self.bridge.run_with_hooks(tokens, fwd_hooks=hooks, **more).split(times * count)
         # What the last digits of the logits make of the sum.
         sizes = up.double().where(up.abs() < _LARGE, 0).flatten(1).norm(dim=-1).tolist()
         found = []
@@ -216,11 +216,12 @@ def _unit(x: Tensor) -> Tensor:
     return x / x.norm(dim=-1, keepdim=True).clamp(min=1e-300)
 
 
-def _adding(edits: Mapping[str, tuple[int, Tensor]], sign: float) -> HookFunction:
+def _adding(edits: Mapping[str, tuple[int, Tensor]], apart: int) -> HookFunction:
     def edit(x: Tensor, hook: Hook) -> Tensor:
         row, direction = edits[hook.name]
         y = x.clone()
-        y[row] = x[row] + (sign * direction).to(x)
+        y[row] = x[row] + direction.to(x)
+        y[row + apart] = x[row + apart] - direction.to(x)
         return y
 
     return edit

@@ -71,6 +71,8 @@ class RunMethods(HookMethods, TokenMethods):
             padding_side: where shorter texts are padded; None: the tokenizer's own side.
             attention_mask: ``[batch, pos]``, 1 for tokens and 0 for padding; for texts it is worked out.
             start_at_layer: the first block to run (``n_layers``: only what follows the blocks, as a logit lens does).
+                Of a model that takes images or sound, or whose blocks read tokens too, what the stream is of is given
+                by name (``input_ids=tokens``, ``pixel_values=None`` for text alone).
             stop_at_layer: the first block not to run: returns the residual stream that would enter it
                 (``n_layers``: the one after the last block).
             model_kwargs: anything else that the Hugging Face model's forward takes.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from adapters.config import config_of
-from adapters.inputs import takes
+from adapters.inputs import OF_IMAGES_AND_SOUND, takes
 from adapters.points import module_at, module_path
 
 #: Where padding may stand.
@@ -27,8 +27,6 @@ _ALONG_TOKENS = frozenset((
     "bbox", "image_attention_mask", "cross_attention_mask", "image_embeds_position_mask", "global_attention_mask",
     "visual_pos_masks", "images_seq_mask", "vision_mask", "inputs_mask", "input_type_ids",
 ))  # fmt: skip
-#: How the names of arguments begin that are images or sound, or go along them.
-OF_IMAGES_AND_SOUND = ("pixel", "image", "video", "audio", "feature", "input_features", "input_values")
 #: Arguments that have an entry for each row, and that any layer is given.
 OF_ROWS = ("attention_mask", "adapter_names")
 #: What rows are counted by, the surest first.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adapters.inputs import text_alone
 from adapters.points import base_path, core_path, join
 from adapters.views import Call, View
 from bridge.bridge import TransformerBridge
@@ -138,7 +139,8 @@ class CallableParts(TransformerBridge):
         """
         above, _, last = name.rpartition(".")
         if above == "blocks":
-            return self(*inputs, start_at_layer=int(last), stop_at_layer=int(last) + 1, **kwargs)  # type: ignore[no-any-return]
+            given = text_alone(self.core) | kwargs
+            return self(*inputs, start_at_layer=int(last), stop_at_layer=int(last) + 1, **given)  # type: ignore[no-any-return]
         if name == "pos_embed":
             return position_embeddings(self.weights["pos_embed.W_pos"], *inputs, **kwargs)
         if last == "attn":
@@ -225,7 +227,7 @@ class CallableParts(TransformerBridge):
 
         members = [(point, Listener("fwd", edit, scope)) for point, edit in edits]
         members.append((self.names.find(f"{name}.hook_out"), Listener("fwd", leave, scope)))
-        masked = {} if attention_mask is None else {"attention_mask": attention_mask}
+        masked = text_alone(self.core) | ({} if attention_mask is None else {"attention_mask": attention_mask})
         handle = module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
         try:
             for point, listener in members[:-1]:  # before the user's own, which see what was projected

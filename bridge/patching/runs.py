@@ -37,7 +37,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from adapters.config import ModelConfig
-from adapters.inputs import gives_cache
+from adapters.inputs import gives_blocks_tokens, gives_cache, text_alone
 from adapters.views.basis import InBasis, dense
 from bridge.bases.bases import by_position, by_row, read_by
 from bridge.bridge import TransformerBridge
@@ -124,6 +124,7 @@ class CorruptedRun:
         self.model = model
         self.batch, self.length = prompts["input_ids"].shape
         self.of_rows = {name: prompts[name] for name in OF_ROWS if name in prompts}
+        self._tokens = prompts["input_ids"] if gives_blocks_tokens(model.core) else None
         first, n_layers = min(layers, default=0), model.cfg.n_layers
         names = {layer: f"blocks.{layer}.hook_resid_pre" for layer in range(first, n_layers)}
         self._streams_known = all(name in model.hook_dict for name in names.values())
@@ -199,6 +200,9 @@ class CorruptedRun:
         options = self.options(layer, layer + 1, repeats, start)
         if begin:
             before = {name: value for name, value in options.items() if name != "past_key_values"}
+            if "input_ids" in before:
+                before["input_ids"] = before["input_ids"][:, :begin]
+                options["input_ids"] = options["input_ids"][:, begin:]
             if "attention_mask" in before:
                 before["attention_mask"] = before["attention_mask"][:, : start + begin]
             keys = _KeysAlone(self._prefix(range(layer, layer + 1), repeats, start))
@@ -225,7 +229,9 @@ class CorruptedRun:
             repeats: how many times the prompts are in the batch.
             start: the first position that runs.
         """
-        options = tiled(self.of_rows, repeats)
+        options = tiled(self.of_rows, repeats) | text_alone(self.model.core)
+        if self._tokens is not None:
+            options["input_ids"] = self._tokens[:, start:].repeat(repeats, 1)
         if start:
             options["past_key_values"] = self._prefix(range(layer, stop), repeats, start)
         return options
@@ -291,7 +297,9 @@ def may_start_later(model: TransformerBridge) -> bool:
     Args:
         model: the bridge.
     """
-    if model.no_layer_runs:
+    if model.no_layer_runs or any(
+        part.keys_of is not None for block in model.architecture.stack.every_block for part in block.attentions
+    ):
         return False
     # Listeners of the bridge are behind torch hooks, too; those that do not are asked for one by one.
     if any(point.listeners for point in model.hook_dict.values()):

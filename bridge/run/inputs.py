@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from adapters.config import config_of
 from adapters.inputs import (
+    OF_IMAGES_AND_SOUND,
     Takes,
     accepted_arguments,
     accepted_by,
@@ -33,7 +34,6 @@ from bridge.hooks.context import CURRENT, HookFunction
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import NamesFilter, suggestion
 from bridge.hooks.rows import (
-    OF_IMAGES_AND_SOUND,
     PositionCounting,
     around_blocks,
     check_zero_or_one,
@@ -267,6 +267,7 @@ def check_arguments(bridge: RunnableBridge, asked: Request, ours: Sequence[str])
     known = accepted_by(model) | added_around(bridge.original_model)
     for name in given:
         by_name = name == "inputs_embeds" and given[name] is asked.input  # see `embeddings_given`
+        by_name |= name == "input_ids" and asked.start_at_layer is not None  # what the stream is of
         if name in NAMES and not by_name:
             raise TypeError(f"{name} is the input itself, and an input is given: pass one of them")
         if name in _OUTPUTS and given[name]:

@@ -41,7 +41,7 @@ _CALL = "_compiled_call_impl"
 
 class _Bypass:
     """Wraps a call of a block, its torch hooks included: for the runs that skip the block, it hands the
-    residual stream on.
+    residual stream on; for those that start there, it puts it in.
 
     It stands where ``block.compile()`` puts compiled code, which torch leaves out of every copy of a module.
     """
@@ -52,11 +52,15 @@ class _Bypass:
         self.original: Callable[..., Any] = block._call_impl if self.own is None else self.own
         self.users = 0
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = CURRENT.get().run
-        if run is None or self.block not in run.skipped:
+        if run is None:
             return self.original(*args, **kwargs)
         hidden: object = run.entering.get(self.block)
+        if self.block not in run.skipped:
+            if isinstance(hidden, Tensor):  # the first that runs
+                args, kwargs = with_argument(args, kwargs, argument(self.block, args, kwargs, None)[1], hidden)
+            return self.original(*args, **kwargs)
         if isinstance(hidden, GivenOutput):
             hidden.used = True
             return hidden.value
@@ -69,20 +73,22 @@ class _Bypass:
 
 
 @contextmanager
-def skipping(
-    run: ForwardPass, blocks: list[nn.Module], residual: Tensor, key: int | None, length: int
+def starting(
+    run: ForwardPass, blocks: list[nn.Module], start: int, residual: Tensor, key: int | None, length: int
 ) -> Iterator[None]:
-    """Makes a run pass over the first blocks, and hand on a residual stream in their place.
+    """Makes a run pass over the first blocks, and gives a residual stream to the next, or to what follows the last.
 
     Args:
         run: the run.
-        blocks: the blocks.
+        blocks: all blocks.
+        start: the first that runs.
         residual: ``[batch, pos, d_model]``.
         key: which element of a block's output is the residual stream (None: the output itself).
         length: how many elements a tuple output has.
     """
-    with bypassing(run, blocks, key, length):
-        run.entering = {blocks[-1]: residual}
+    with bypassing(run, blocks[:start], key, length), _standing(blocks[start : start + 1], key, length):
+        # The model may add something between two blocks (images' columns): what is given is what enters the next.
+        run.entering = dict.fromkeys(blocks[max(0, start - 1) : start + 1], residual)
         yield
 
 
@@ -91,8 +97,15 @@ def bypassing(run: ForwardPass, blocks: list[nn.Module], key: int | None, length
     """Makes a run pass over blocks that have not begun: each returns its input.
 
     Args:
-        run, blocks, key, length: as for `skipping`.
+        run, blocks, key, length: as for `starting`.
     """
+    with _standing(blocks, key, length):
+        run.skipped |= frozenset(blocks)
+        yield
+
+
+@contextmanager
+def _standing(blocks: list[nn.Module], key: int | None, length: int) -> Iterator[None]:
     with _LOCK:
         for block in blocks:
             bypass = block.__dict__.get(_CALL)
@@ -100,7 +113,6 @@ def bypassing(run: ForwardPass, blocks: list[nn.Module], key: int | None, length
                 bypass = _Bypass(block, key, length)
                 block.__dict__[_CALL] = bypass
             bypass.users += 1
-    run.skipped |= frozenset(blocks)
     try:
         yield
     finally:
@@ -113,28 +125,6 @@ def bypassing(run: ForwardPass, blocks: list[nn.Module], key: int | None, length
                         del block.__dict__[_CALL]
                     else:
                         block.__dict__[_CALL] = bypass.own
-
-
-@contextmanager
-def entering(run: ForwardPass, block: nn.Module, residual: Tensor) -> Iterator[None]:
-    """Makes a run give `residual` to the first block, whatever the embeddings are.
-
-    Args:
-        run: the run.
-        block: the first block.
-        residual: ``[batch, pos, d_model]``.
-    """
-
-    def replace(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if CURRENT.get().run is not run:
-            return None
-        return with_argument(args, kwargs, argument(module, args, kwargs, None)[1], residual)
-
-    handle = block.register_forward_pre_hook(replace, with_kwargs=True, prepend=True)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 @contextmanager

@@ -24,6 +24,7 @@ Not known here: how hook points are served, what a view is, families of models.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -36,7 +37,7 @@ from torch.nn.functional import cross_entropy
 
 from adapters.config import config_of
 from adapters.imports import is_checkpointed
-from adapters.inputs import gives_cache, looks_for_padding, may_take, takes
+from adapters.inputs import gives_blocks_tokens, gives_cache, looks_for_padding, may_take, takes, takes_besides
 from adapters.points import learns_prompt, token_embedding
 from adapters.spread import refuse_context_parallel
 from bridge.hooks.context import (
@@ -68,6 +69,10 @@ _OURS = (
     "stop_at_layer", "names_filter", "incl_bwd", "pos_slice", "device", "remove_batch_dim", "return_cache_object",
     "fwd_hooks", "bwd_hooks", "reset_hooks_end", "clear_contexts",
 )  # fmt: skip
+
+
+#: What says where images are in a row, or how positions are counted around them.
+ALONG_IMAGES = ("token_type_ids", "mm_token_type_ids", "position_ids")
 
 
 def run_model(bridge: RunnableBridge, asked: Request, return_type: str | None, loss_per_token: bool) -> Any:
@@ -161,8 +166,10 @@ class PreparedPass:
             if listening and bridge.wiring.calls.modules:
                 self._until_the_end().enter_context(bridge.wiring.calls.counted())
             if start is not None:
-                stands_in = self._until_the_end().enter_context(_starting(bridge, run, asked.input, start))
-                asked = replace(asked, input=stands_in)
+                check_told(bridge, asked, start, self.stop)
+                stands_in = self._until_the_end().enter_context(_starting(bridge, run, asked, start))
+                of_stream = {name: x for name, x in asked.model_kwargs.items() if name != "input_ids"}
+                asked = replace(asked, input=stands_in, model_kwargs=of_stream)
                 told = may_take(bridge.core, "use_cache")
                 if (
                     told and asked.model_kwargs.get("past_key_values") is None
@@ -259,29 +266,73 @@ def _check_loss(bridge: RunnableBridge, inputs: Inputs) -> None:
         )
 
 
+def check_told(bridge: RunnableBridge, asked: Request, start: int, stop: int | None) -> None:
+    """Looks whether a run of some blocks from a stream is told what they are given besides the stream.
+
+    Args:
+        bridge, asked: as for `run_model`.
+        start, stop: the layers, counted from the front.
+
+    Raises:
+        ValueError: it is not; or a block reads the keys and values of one that does not run.
+    """
+    name, given, n_layers = type(bridge.core).__name__, asked.model_kwargs, bridge.cfg.n_layers
+    for index in range(start, n_layers if stop is None else stop):
+        for part in bridge.architecture.stack.block_at(index).attentions:
+            if part.keys_of is not None and part.keys_of < start:
+                raise ValueError(
+                    f"block {index} reads the keys and values of block {part.keys_of}, which does not run with "
+                    f"start_at_layer={start}"
+                )
+    if start == n_layers or given.get("input_ids") is not None:
+        return
+    if gives_blocks_tokens(bridge.core):
+        raise ValueError(
+            f"the blocks of {name} read the tokens, too (per-layer inputs): pass what the stream is of, "
+            "bridge(stream, start_at_layer=..., input_ids=tokens)"
+        )
+    besides = takes_besides(bridge.core)
+    if besides is not None and not any(each in given for each in (besides, *ALONG_IMAGES)):
+        raise ValueError(
+            f"{name} takes images or sound, which may change what tokens attend to, and a stream does not say whether "
+            f"it is of any: pass input_ids= and what else the run was given, or {besides}=None where that was text "
+            "alone"
+        )
+
+
 @contextmanager
-def _starting(bridge: RunnableBridge, run: ForwardPass, input: Input | None, start: int) -> Iterator[Tensor]:
-    """A run from a layer on; what the model is given as embeddings."""
+def _starting(bridge: RunnableBridge, run: ForwardPass, asked: Request, start: int) -> Iterator[Tensor]:
+    """A run from a layer on; what the model is given as embeddings, or the tokens that the stream is of."""
+    input, tokens = asked.input, asked.model_kwargs.get("input_ids")
     check_residual(bridge.core, input, bridge.cfg.d_model)
     assert isinstance(input, Tensor)
+    if tokens is not None and tokens.shape != input.shape[:2]:
+        raise ValueError(
+            f"input_ids are {list(tokens.shape)}, and the residual stream is of [batch, pos] = {list(input.shape[:2])}"
+        )
     if learns_prompt(bridge.original_model):
         raise ValueError(
             "start_at_layer cannot be had with a learned prompt (PEFT), which is put before the embeddings"
         )
     blocks = [Finder(bridge.original_model, path).module for path in bridge.block_paths]
     run.start_at = start
-    if start:
-        begins = layer_range.skipping(run, blocks[:start], input, *bridge.block_output)
-    else:
-        begins = layer_range.entering(run, blocks[0], input)
-    with begins:
-        if looks_for_padding(bridge.core):  # which embeddings do not show
-            pad = bridge.core.config.get_text_config().pad_token_id  # type: ignore[operator]
-            yield torch.full(input.shape[:-1], int(pad == 0), dtype=torch.long, device=input.device)
+    with layer_range.starting(run, blocks, start, input, *bridge.block_output):
+        if tokens is not None:
+            yield tokens
+        elif any(look(bridge.core) for look in (gives_blocks_tokens, looks_for_padding, takes_besides)):
+            # A word: no padding, and nothing that stands for images, of which models keep positions for later runs.
+            yield torch.full(input.shape[:-1], _word(bridge.core), dtype=torch.long, device=input.device)
         elif may_take(bridge.core, "inputs_embeds"):
             yield layer_range.placeholder(input, token_embedding(bridge.core))
         else:
             yield torch.zeros(input.shape[:-1], dtype=torch.long, device=input.device)
+
+
+def _word(core: nn.Module) -> int:
+    """The first token that is none of those that a configuration gives a meaning of their own."""
+    configs = (config_of(core), config_of(core).get_text_config())
+    meant = {x for config in configs for name, x in vars(config).items() if "token" in name and isinstance(x, int)}
+    return next(token for token in itertools.count() if token not in meant)
 
 
 def _stopped(bridge: RunnableBridge, run: ForwardPass, inputs: Inputs, stop: int) -> Tensor:

@@ -178,7 +178,7 @@ def attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
     rolled = {}
     for letter in "qk":
         heads = facts.cfg.n_heads if letter == "q" else facts.cfg.n_kv_heads
-        each = part.projections[letter]
+        each: Projection = getattr(part, letter)
         rolled[letter] = replace(each, view=Rolled(each.view or Heads(heads), -1))
     yield "q and k shifted by one column alike", replace(part, **rolled), ""
     yield "rotary is not" if part.rotary else "not rotary is", replace(part, rotary=None if part.rotary else "last"), ""
@@ -191,7 +191,7 @@ def attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
         yield "other scores", replace(part, scores=MaskedScores()), same
     else:
         yield "other scores", replace(part, scores=AlibiScores()), ""
-    yield "cross", replace(part, cross=not part.cross), ""
+    yield "cross", replace(part, keys_from=None if part.cross else "encoder"), ""
     if isinstance(part.scores, SinkScores):
         yield "sinks left out", replace(part, scores=part.scores.inner), ""
     elif part.scores:
@@ -203,7 +203,7 @@ def attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
     if part.position_bias:
         yield "position bias left out", replace(part, position_bias=None), ""
     for letter in "qk":
-        projection = part.projections[letter]
+        projection = getattr(part, letter)
         if norm := projection.norm:
             yield f"{letter}_norm left out", replace(part, **{letter: replace(projection, norm=None)}), ""
             for text, changed in _norm_changes(norm):
@@ -218,6 +218,9 @@ def attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
 
 def newer_attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
     """What only some attentions claim: gates, sinks, factors and norms around values, latents, widths."""
+    if part.keys_of is not None:
+        yield "makes its own keys", replace(part, keys_from=None), ""
+        yield "keys of the block before", replace(part, keys_from=part.keys_of - 1), ""
     if part.z_transform:
         yield f"no {type(part.z_transform).__name__} of z", replace(part, z_transform=None), ""
     if isinstance(gate := part.z_transform, Gate):
@@ -233,6 +236,9 @@ def newer_attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
         yield "a factor of z", replace(part, z_transform=Affine(1.1)), ""
     if part.v.norm:
         yield "v_norm left out", replace(part, v=replace(part.v, norm=None)), ""
+    if part.clamp is None:
+        for bound in (30.0, 1e6):
+            yield f"a clamp at {bound:g}", replace(part, clamp=(bound, "made")), ""
     if part.clamp:
         clip, where = part.clamp
         yield "clamp left out", replace(part, clamp=None), ""
@@ -548,6 +554,8 @@ def fact_changes(declared: Architecture, facts: Facts) -> Iterator[Mutation]:
             values = (value * 0.5, value * 1.25)
         else:
             values = (3,) if value is None else ()
+        if name == "n_ctx" and value is not None:
+            values = (*values, value // 2)
         if name.endswith("soft_cap") and value > 0:
             values = (*values, value * 1.005)
         if name == "relative_attention_max_distance" and value is not None:
@@ -594,8 +602,6 @@ def same_fact(facts: Facts, name: str, other: object) -> str:
         return "no layer has a window"
     if name == "attn_types" and not cfg.use_local_attn:
         return "no layer has a window"
-    if name == "n_ctx" and cfg.positional_embedding_type not in ("standard", "shortformer"):
-        return "nothing in the model ends there"
     if name == "decoder_start_token_id" and cfg.decoder_start_token_id is None:
         return "it has no decoder"
     return ""

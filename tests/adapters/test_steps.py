@@ -256,7 +256,7 @@ def cohere(config: transformers.PreTrainedConfig) -> Architecture:
 def bart(config: transformers.PreTrainedConfig) -> Architecture:
     def attention(path: str, cross: bool = False) -> Attention:
         q, k, v = (Projection(f"{letter}_proj") for letter in "qkv")
-        return Attention(path, q, k, v, o="out_proj", cross=cross)
+        return Attention(path, q, k, v, o="out_proj", keys_from="encoder" if cross else None)
 
     def stack(name: str, *parts: Attention) -> Stack:
         steps = [Step(part, stream_norm=Norm(f"{part.path}_layer_norm", LAYER_NORM)) for part in parts]
@@ -406,7 +406,7 @@ def test_an_mlp_without_a_place_where_its_input_enters() -> None:
 def test_names_of_steps() -> None:
     """Each part and norm has one name, in whatever order they stand."""
     q = Projection("q")
-    own, cross = Attention("a", q, q, q, o="o"), Attention("c", q, q, q, o="o", cross=True)
+    own, cross = Attention("a", q, q, q, o="o"), Attention("c", q, q, q, o="o", keys_from="encoder")
     norm = Norm("norm", RMS_NORM)
 
     def named(*steps: Step) -> list[tuple[str, str, str, str]]:

@@ -8,7 +8,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from adapters.inputs import arguments_of
+from adapters.inputs import arguments_of, with_stream
 from bridge.patching import get_act_patch_attn_head_out_all_pos, get_act_patch_resid_pre
 from tests.every_type.plain import Place, editing, outputs_inside
 from tests.every_type.subject import Absent, Subject, Wrong, logits_of
@@ -125,9 +125,12 @@ def padded_in_front(subject: Subject) -> None:
 
 def starts_at_a_layer(subject: Subject) -> None:
     """A run that starts at a layer, with what enters it, ends in the model's logits."""
+    blocks, n = subject.bridge.architecture.stack, len(subject.paths)
+    others = [part.keys_of for i in range(n) for part in blocks.block_at(i).attentions if part.keys_of is not None]
+    told = with_stream(subject.bridge.core, subject.tokens, subject.more)
     with torch.no_grad():
-        for layer in range(len(subject.paths) + 1):
-            logits = subject.bridge(subject.stream(layer), start_at_layer=layer, **subject.more)
+        for layer in [*range(min([n, *(each + 1 for each in others)])), n]:  # keys of a block that is left out
+            logits = subject.bridge(subject.stream(layer), start_at_layer=layer, **told)
             subject.same(logits, subject.logits, f"from layer {layer}")
 
 

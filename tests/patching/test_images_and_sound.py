@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 
+from adapters.inputs import takes_besides
 from bridge import TransformerBridge
 from bridge.circuits import edge_attribution, edge_effects, path_patching
 from bridge.features import (
@@ -78,6 +79,21 @@ def test_a_lens_ends_in_what_the_model_says(prompts):
     for reading in (bridge.lens(clean, **given), bridge.lens({"input_ids": clean, **given})):
         torch.testing.assert_close(reading.stack()[-1], bridge(clean, **given))
         torch.testing.assert_close(reading.stack()[1], bridge(cache[RESID], start_at_layer=2))
+
+
+@torch.no_grad()
+def test_a_run_from_a_layer_on_is_told_what_its_stream_is_of(prompts):
+    """A stream does not say that it is of an image; with what the run was given, its logits are the run's."""
+    bridge, clean, _, given = prompts
+    stream, logits = bridge(clean, stop_at_layer=1, **given), bridge(clean, **given)
+    besides = takes_besides(bridge.core)
+    with pytest.raises(ValueError, match=f"a stream does not say whether it is of any.*{besides}=None"):
+        bridge(stream, start_at_layer=1)
+    torch.testing.assert_close(bridge(stream, start_at_layer=1, input_ids=clean, **given), logits)
+    text = torch.arange(9, 20)[None]
+    of_text = bridge(text, stop_at_layer=1)
+    torch.testing.assert_close(bridge(of_text, start_at_layer=1, **{besides: None}), bridge(text))
+    torch.testing.assert_close(bridge(of_text, start_at_layer=1, input_ids=text), bridge(text))
 
 
 def test_circuits_are_single_runs(prompts):

@@ -90,7 +90,7 @@ def _stack(
         attends = replace(attends, config_values={"n_heads": heads[0], "n_key_value_heads": heads[0]})
     parts: list[tuple[Attention | MLP, str]] = [(attends, "self_attn_layer_norm")]
     if name == "decoder" and not alone:
-        parts.append((replace(attends, path="encoder_attn", cross=True), "encoder_attn_layer_norm"))
+        parts.append((replace(attends, path="encoder_attn", keys_from="encoder"), "encoder_attn_layer_norm"))
     parts.append((MLP("", up=Projection("fc1", width=d_mlp), down="fc2"), "final_layer_norm"))
     norms = [Norm(path, LAYER_NORM) for _, path in parts]
     outs = [None if part.path else "fc2" for part, _ in parts]

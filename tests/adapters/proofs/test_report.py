@@ -10,6 +10,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from adapters import verify
 from adapters.proofs.evidence import Check, Findings
 from adapters.proofs.feed_forward import CLAIM as NORMS
+from adapters.proofs.mechanics import ATTRIBUTED
 from adapters.proofs.stream import LOGITS
 from bridge import TransformerBridge
 from tests.conftest import tiny
@@ -100,4 +101,4 @@ def test_what_is_added_to_the_logits_is_not_proved_where_it_is_not_declared(by_p
         return output
 
     model.register_forward_hook(add)
-    assert [check.name for check in verify(TransformerBridge(model)).failed] == [LOGITS]
+    assert [check.name for check in verify(TransformerBridge(model)).failed] == [LOGITS, ATTRIBUTED]

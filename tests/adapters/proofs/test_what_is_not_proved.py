@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,10 +14,18 @@ from torch.nn import functional as F
 
 from adapters import verify
 from adapters.architecture import NOT_PROVED
+from adapters.attention import Attention as AttentionPart
+from adapters.model import map_model
+from adapters.proofs.facts import FACTS
 from adapters.proofs.feed_forward import GATED
+from adapters.proofs.mechanics import ATTRIBUTED
+from adapters.proofs.projections import WRITTEN
+from adapters.proofs.scores import SCORES
 from adapters.proofs.slopes import SLOPES
+from adapters.registry import declaration_for
 from adapters.views import Call, View
-from bridge import TransformerBridge
+from bridge import ActivationCache, TransformerBridge
+from tests.adapters.mutations import declared_as
 from tests.adapters.test_verify import change, failing
 from tests.conftest import tiny
 
@@ -130,14 +141,28 @@ def test_no_name_of_a_parameter_decides(name: str) -> None:
     assert bool((getattr(bridge.original_model.module.blocks[1].n1, name) == 1).all())
 
 
-def test_it_is_said_in_one_line_that_gradients_are_no_slopes(caplog: pytest.LogCaptureFixture) -> None:
-    """The model cuts its graph: what edits do there, gradients do not say."""
+def test_a_point_whose_gradient_is_no_slope_is_withdrawn(caplog: pytest.LogCaptureFixture) -> None:
+    """The model cuts its graph behind the second norm: what edits do before it, gradients do not say."""
     with caplog.at_level(logging.WARNING, "bridge"):
         bridge = wrapped("detached")
     (said,) = [record.getMessage() for record in caplog.records if record.name == "bridge"]
-    assert f"{NOT_PROVED}: {SLOPES}" in said and len(said.splitlines()) == 1
-    assert "blocks.1.hook_mlp_in" in bridge.hook_dict and SLOPES in bridge.offered().not_offered
-    assert NOT_PROVED not in wrapped().offered().summary
+    assert NOT_PROVED in said and len(said.splitlines()) == 1
+    reasons = bridge.offered().not_offered
+    for name in ("blocks.1.attn.hook_q", "blocks.0.hook_resid_pre", "blocks.1.hook_attn_out"):
+        assert name not in bridge.hook_dict and reasons[name].startswith(f"{NOT_PROVED}: {SLOPES}"), name
+    assert {"blocks.1.hook_mlp_in", "blocks.2.ln2.hook_out", "blocks.2.hook_resid_post"} <= bridge.hook_dict.keys()
+    assert NOT_PROVED not in wrapped().offered().summary and verify(bridge).passed
+
+
+def test_nothing_reaches_for_a_point_that_was_withdrawn() -> None:
+    """The inputs of heads take over what is written at all of theirs; a norm has a gradient for each reader."""
+    model, reason = plain(), "withdrawn"
+    whole = map_model(TransformerBridge(model, cache_declaration=False).original_model, automatic=True)
+    left = whole.without({"blocks.1.hook_k_input": reason, "blocks.2.attn.hook_v": reason})
+    assert left.not_offered["blocks.1.hook_attn_in"] == f"it stands on blocks.1.hook_k_input: {reason}"
+    points = {point.name: point for point in left.points}
+    assert points["blocks.1.ln1.hook_out"].separate_consumers and "blocks.2.hook_attn_in" in points
+    assert not points["blocks.2.ln1.hook_out"].separate_consumers
 
 
 def test_what_was_not_proved_is_kept_with_the_declaration() -> None:
@@ -178,15 +203,63 @@ class WrongFar(View):
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         seen = self.right.get(x, call)
-        far = torch.arange(seen.shape[1])[:, None] >= self.behind
+        far = torch.arange(seen.shape[1]).view(-1, *(1 for _ in seen.shape[2:])) >= self.behind
         return torch.where(far | (seen.abs() > self.beyond), 0.5 * seen, seen)
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         return self.right.put(x, new, call)
 
 
-@pytest.mark.parametrize(("behind", "beyond"), [(20, 1e9), (999, 100.0)], ids=["far", "large"])
-def test_what_is_wrong_far_or_large_alone_is_noticed(behind: int, beyond: float) -> None:
-    bridge, name = TransformerBridge(tiny("llama")), "blocks.1.mlp.hook_post"
+@pytest.mark.parametrize(("behind", "beyond"), [(20, 1e9), (999, 20.0)], ids=["far", "large"])
+@pytest.mark.parametrize(
+    ("of", "claim"), [("mlp.hook_post", GATED), ("mlp.hook_pre_linear", WRITTEN), ("attn.hook_q", WRITTEN)]
+)
+def test_what_is_wrong_far_or_large_alone_is_noticed(of: str, claim: str, behind: int, beyond: float) -> None:
+    bridge, name = TransformerBridge(tiny("llama")), f"blocks.1.{of}"
     change(bridge, name, view=WrongFar(bridge.hook_dict[name].view, behind, beyond))
-    assert GATED in failing(bridge)
+    assert claim in failing(bridge)
+
+
+class Detached(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).detach()
+
+
+@pytest.mark.parametrize("which", ["q_proj", "k_proj", "v_proj"])
+def test_a_projection_that_is_detached_is_noticed(which: str) -> None:
+    model = tiny("llama")
+    getattr(model.model.layers[1].self_attn, which).__class__ = Detached
+    assert SLOPES in failing(TransformerBridge(model))
+
+
+@pytest.mark.parametrize("bound", [30.0, 1e6])
+def test_a_clamp_that_never_acts_is_noticed(bound: float) -> None:
+    model = tiny("llama")
+    declared = declaration_for(model)
+    (step, *others), block = declared.stack.block.steps, declared.stack.block
+    assert isinstance(step.part, AttentionPart)
+    steps = (replace(step, part=replace(step.part, clamp=(bound, "made"))), *others)
+    wrong = replace(declared, stacks=(replace(declared.stack, block=replace(block, steps=steps)),))
+    with declared_as(wrong):
+        assert SCORES in failing(TransformerBridge(model))
+
+
+def test_a_length_that_the_configuration_does_not_say_is_noticed() -> None:
+    bridge = TransformerBridge(tiny("llama"))
+    assert bridge.cfg.n_ctx is not None
+    bridge.cfg.n_ctx //= 2
+    assert failing(bridge) == [FACTS]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_what_all_terms_add_to_the_logits_is_the_logits(family: str) -> None:
+    """A stream that goes on otherwise behind the last block: terms no longer sum to what is returned."""
+    bridge = TransformerBridge(tiny(family))
+    assert verify(bridge).passed
+    decomposed = ActivationCache.decompose_resid
+
+    def without_the_last(cache: ActivationCache, *args: Any, **kwargs: Any) -> Any:
+        return decomposed(cache, *args, **kwargs)[:-1]
+
+    with mock.patch.object(ActivationCache, "decompose_resid", without_the_last):
+        assert failing(bridge) == [ATTRIBUTED]

@@ -18,6 +18,7 @@ from tests.adapters.unknown_classes import (
 #: Offered in full: everything that they show is a hook point, and nothing is left out.
 FULL: dict[str, type[nn.Module]] = {
     "old Mixtral": module_list_mixtures.OldMixtral,
+    "keys and values of the first layer": remote_structures.SharedValues,
     "Qwen MoE": module_list_mixtures.QwenMoe,
     "DeepSeek V3": module_list_mixtures.DeepseekMoe,
     "Bailing": module_list_mixtures.BailingMoe,
@@ -52,13 +53,11 @@ FULL: dict[str, type[nn.Module]] = {
     "norms on both sides, capped scores": remote_structures.Sandwich,
     "two blocks in turn": remote_structures.TiedLayers,
 }
-_NOT_ITS_OWN = "; ".join(f"{letter}: no projection has columns of its own for each head" for letter in "kv")
 _BETWEEN = "what enters its output projection is not pattern @ v: something unknown stands between"
 #: Offered in part, and why not in full.
 PART: dict[str, tuple[type[nn.Module], str]] = {
     "PaLM": (odd_parts.Palm, r"one layer reads it for mlp and attn"),
     "heads that are modules": (plain_modules.Lecture, r"it computes 4 softmaxes"),
-    "keys and values of the first layer": (remote_structures.SharedValues, _NOT_ITS_OWN),
     "differences of patterns": (remote_structures.Differential, r"it computes 2 softmaxes"),
     "values mixed with the first layer's": (remote_structures.ValueResidual, _BETWEEN),
     "sigmoid attention": (softmaxes.Sigmoids, ""),  # it has the names of a mixer
