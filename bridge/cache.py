@@ -29,6 +29,7 @@ from bridge.hooks.arguments import BatchAxisError, refuse_wrong_types, shown
 from bridge.hooks.asked import StudiedBridge
 from bridge.hooks.modules import Written, written_to
 from bridge.hooks.names import act_name, suggestion
+from bridge.hooks.parts import entries_of, picked
 
 
 @dataclass(frozen=True)
@@ -269,7 +270,8 @@ class ActivationCache(ResidualMethods):
 
         Raises:
             ValueError: the activation has no such axis.
-            IndexError: there are no such heads, queries or keys.
+            IndexError: there are no such heads, queries or keys, or none are chosen.
+            TypeError: an index is no whole number, nor several in a row, nor a slice.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -281,22 +283,28 @@ class ActivationCache(ResidualMethods):
         full = self._canonical(name if layer is None else (name, layer))
         axes = (self._axes(full.removesuffix("_grad")) or "").split()
         axes = axes if self.has_batch_dim else axes[1:]
-        asked: dict[int, Plain] = {}
+        asked: dict[int, tuple[str, Plain]] = {}
         for what, index, known in (("heads", heads, _HEADS), ("queries", queries, _QUERIES), ("keys", keys, _KEYS)):
             if index is not None:
                 found = [axis for axis, said in enumerate(axes) if said in known]
                 if what == "heads":  # where a layer has a number of its own
                     found += [axis for axis, said in enumerate(axes[:-1]) if said.isdigit()]
+                if not axes:
+                    raise ValueError(
+                        f"which axes {full} has is not known here: assign the model (cache.model = bridge)"
+                    )
                 if not found:
                     raise ValueError(f"{full} has the axes [{' '.join(axes)}], and no {what} among them")
-                asked[found[0]] = plain(index)
+                asked[found[0]] = what, plain(index)
         held = self._values.get(full)
-        value = held.part(full, asked.get(1), asked.get(2)) if isinstance(held, Deferred) else None
-        if value is not None:
-            asked |= {axis: 0 if isinstance(asked[axis], int) else None for axis in asked.keys() & {1, 2}}
-        value = self[full] if value is None else value
-        for axis in sorted(asked, reverse=True):  # an index takes its axis away
-            value = pick(value, asked[axis], axis)
+        heads, queries = (asked[axis][1] if axis in asked else None for axis in (1, 2))
+        made = held.part(full, heads, queries) if isinstance(held, Deferred) else None
+        value = self[full] if made is None else made
+        for axis, (what, chosen) in sorted(asked.items(), reverse=True):
+            if made is None or axis > 2:
+                value = picked(value, {axis: torch.tensor(entries_of(what, chosen, value.shape[axis], full))})
+            if isinstance(chosen, int):
+                value = value.select(axis, 0)
         return value
 
     def _canonical(self, key: str | tuple[Any, ...]) -> str:

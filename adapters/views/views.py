@@ -76,20 +76,6 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Some heads and queries of scores or a pattern, ``[batch head pos key_pos]``.
-
-    Attributes:
-        shape: of the whole, as its hook point shows it.
-        heads, queries: which, in ascending order, on the CPU.
-    """
-
-    shape: tuple[int, int, int, int]
-    heads: Tensor
-    queries: Tensor
-
-
 @dataclass(slots=True)
 class Call:
     """One call of a hooked module, as the views see it.
@@ -100,7 +86,6 @@ class Call:
         sources: for each of the point's source sites, the module that was called there and the tensor seen there.
         scratch: a dictionary shared by the points that stand on this site, for this call only.
         private: the tensor at the site was made for the one hook point there: nobody else holds it.
-        part: which heads and queries the tensor at the site holds; None: all.
     """
 
     module: nn.Module
@@ -109,7 +94,6 @@ class Call:
     sources: tuple[tuple[nn.Module, Tensor], ...] = ()
     scratch: dict[str, Any] = field(default_factory=dict)
     private: bool = False
-    part: Part | None = None
 
     @property
     def input(self) -> Tensor:

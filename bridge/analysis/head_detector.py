@@ -166,13 +166,18 @@ def _cached_pattern(cache: Mapping[str, Tensor], name: str, length: int, head: i
     """
     if name not in cache:
         raise HeadDetectionError(f"the cache does not hold {name}: leave it out, or make it with that name")
-    attention = cache.part(name, heads=[head]) if isinstance(cache, AnalysedRun) else cache[name]
+    try:
+        attention, place = (
+            (cache.part(name, heads=[head]), 0) if isinstance(cache, AnalysedRun) else (cache[name], head)
+        )
+    except ValueError:  # a cache without a model does not know what its axes are
+        attention, place = cache[name], head
     if attention.ndim == 4 and len(attention) == 1:
         attention = attention[0]
     if attention.shape[1:] != (length, length):
         shape = list(attention.shape)
         raise HeadDetectionError(f"the cache is of another input: its pattern is {shape}, the text {length} tokens")
-    return attention[0 if isinstance(cache, AnalysedRun) else head]
+    return attention[place]
 
 
 def _n_heads(model: StudiedBridge, layer: int) -> int:

@@ -9,14 +9,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from bridge.hooks.arguments import refuse_wrong_types
+from bridge.hooks.context import CURRENT
 from bridge.hooks.hooks import HookPoint
 
 
 class PatternStatistics:
     """What is asked of each query of every pattern that it is shown: a callback of `run_with_callback`.
 
-    Patterns come some queries after the other (``max_bytes=``), or whole; several runs are not one after the other in
-    it, so make one for each run. Every number is of a head and a query: how much it attends to some keys, how widely
+    Patterns come some queries after the other (``max_bytes=``), or whole; those of a second run are refused: make one
+    for each run. Every number is of a head and a query: how much it attends to some keys, how widely
     (entropy, in nats), and to which keys the most. Rows of models with attention sinks sum to less than one, and the
     entropy is of what there is.
 
@@ -47,6 +48,7 @@ class PatternStatistics:
             raise ValueError(f"top is {top}; it must be 0 or more")
         self.keys, self.top = list(keys), top
         self._pieces: dict[str, list[tuple[Tensor, ...]]] = {}
+        self._run: object = None
         self.received: dict[str, Float[Tensor, "batch head key_pos"]] = {}
 
     def __call__(self, pattern: Float[Tensor, "batch head some key_pos"], point: HookPoint) -> None:
@@ -57,7 +59,7 @@ class PatternStatistics:
             point: its hook point.
 
         Raises:
-            ValueError: it is no pattern.
+            ValueError: it is no pattern, or of another run than the ones before.
             IndexError: there are no such keys, or not so many.
         """
         if not point.name.endswith("hook_pattern"):
@@ -66,12 +68,21 @@ class PatternStatistics:
         if any(not -length <= key < length for key in self.keys) or self.top > length:
             raise IndexError(f"keys are {self.keys} and top is {self.top}; {point.name} has {length} keys")
         wide = pattern.float() if pattern.dtype != torch.float64 else pattern
+        received, known, run = wide.sum(2), self.received.get(point.name), CURRENT.get().run
+        again = self.received and run is not self._run
+        if again or (known is not None and known.shape != received.shape):
+            raise ValueError(
+                f"{point.name} comes of a second run, whose queries would be added to those of the first: make a "
+                "PatternStatistics() for each run"
+            )
+        self._run = run
         top = wide.topk(self.top, -1)
-        received = wide.sum(2)
-        known = self.received.get(point.name)
         self.received[point.name] = received if known is None else known + received
         found = (torch.special.entr(wide).sum(-1), wide[..., self.keys], top.indices, top.values)
         self._pieces.setdefault(point.name, []).append(found)
+
+    def __getstate__(self) -> dict[str, object]:
+        return self.__dict__ | {"_run": None}  # a run is none of what it has found
 
     def _joined(self, which: int) -> dict[str, Tensor]:
         return {name: torch.cat([piece[which] for piece in pieces], 2) for name, pieces in self._pieces.items()}

@@ -58,7 +58,6 @@ from bridge.hooks.context import (
     refuse_older_checkpointing,
     refuse_unknown_recomputation,
 )
-from bridge.hooks.parts import within
 
 __all__ = ["HookPoint"]
 
@@ -354,8 +353,6 @@ class HookPoint(NamedPoint):
             copy: the tensor will be written to afterwards.
             view: how the activation is seen.
         """
-        if call.part is not None:
-            mine = [within(listener, call.part, self) for listener in mine]
         own = call.private and len(mine) == 1 and view.identity and not torch.is_grad_enabled()
         act, changed = self._asked(mine, self._seen(x, call, copy, view), now, view, own)
         return self._put(x, act, changed, call, now, view)

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
-from adapters.views import Part
 from bridge.hooks.context import HookFunction, Listener, NamedPoint
 
 #: About how much memory scores and patterns take at once, where they are computed for some queries after the other.
 MAX_BYTES = 2**25
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some heads and queries of scores or a pattern, ``[batch head pos key_pos]``.
+
+    Attributes:
+        shape: of the whole, as its hook point shows it.
+        heads, queries: which, in ascending order, on the CPU.
+    """
+
+    shape: tuple[int, int, int, int]
+    heads: Tensor
+    queries: Tensor
 
 
 @dataclass(frozen=True)
@@ -35,30 +49,67 @@ class Touched:
         bound = min(bounds) if len(bounds) == 2 else None
         return Touched(self.heads | other.heads, self.queries | other.queries, bound)
 
-    def parts(self, shape: tuple[int, int, int, int], whole_queries: bool) -> list[Part]:
+    def parts(self, shape: tuple[int, int, int, int], dtype: torch.dtype, whole_queries: bool) -> list[Part]:
         """The parts that it may be given, one after the other.
 
         Args:
             shape: of the whole.
+            dtype: of the scores.
             whole_queries: all queries at once, whatever the bound.
         """
         heads, queries = (x.nonzero()[:, 0] for x in (self.heads, self.queries))
         if not len(heads) or not len(queries):
             return []
-        rows = len(queries) if self.max_bytes is None or whole_queries else rows_within(self.max_bytes, shape, heads)
+        bound = None if whole_queries else self.max_bytes
+        rows = len(queries) if bound is None else rows_within(bound, shape, heads, dtype)
         return [Part(shape, heads, piece) for piece in queries.split(rows)]
 
 
-def rows_within(max_bytes: int, shape: tuple[int, ...], heads: Sized) -> int:
+def rows_within(max_bytes: int, shape: tuple[int, ...], heads: Sized, dtype: torch.dtype) -> int:
     """How many queries' scores and patterns may be in memory at once.
 
     Args:
         max_bytes: how much of it they may take.
         shape: of the scores of all heads and queries.
         heads: of these heads.
+        dtype: of the scores.
     """
-    # Scores, their softmax in float32, what a function is shown, and what it makes of that.
-    return max(1, max_bytes // (16 * shape[0] * len(heads) * shape[3]))
+    # Scores, their softmax in float32 or finer, what a function is shown, and what it makes of that.
+    return max(1, max_bytes // (4 * max(4, dtype.itemsize) * shape[0] * len(heads) * shape[3]))
+
+
+def entries_of(what: str, index: Any, length: int, name: str) -> list[int]:
+    """Which entries of an axis an index means, counted from the front, as often and in the order that it names them.
+
+    Args:
+        what: the axis counts, for the error.
+        index: a number, a slice, or several numbers, or a truth value for each entry; None: all.
+        length: of the axis.
+        name: of the hook point, for the error.
+
+    Raises:
+        IndexError: there are none such.
+        TypeError: it is something else.
+    """
+    places = range(length)
+    if index is None or isinstance(index, slice):
+        found = list(places[slice(None) if index is None else index])
+    else:
+        given = index.tolist() if hasattr(index, "tolist") else index
+        several = list(given) if isinstance(given, Sequence) else [given]
+        if isinstance(given, Sequence) and several and all(isinstance(x, bool) for x in several):
+            if len(several) != length:
+                raise IndexError(f"{what} is {index}, {len(several)} truth values, and {name} has {length} of them")
+            several = [place for place, there in zip(places, several, strict=True) if there]
+        if any(isinstance(x, bool) or not hasattr(x, "__index__") for x in several):
+            raise TypeError(f"{what} is {index!r}; it must be a whole number, several, or a slice")
+        try:
+            found = [places[x] for x in several]
+        except IndexError as error:
+            raise IndexError(f"{what} is {index}, and {name} has {length} of them") from error
+    if not found:
+        raise IndexError(f"{what} is {index}, which is none of the {length} at {name}")
+    return found
 
 
 class TouchesPart:
@@ -127,7 +178,7 @@ def index_on(index: Tensor, device: torch.device) -> slice | Tensor:
 
 
 def put_back(x: Tensor, chosen: Mapping[int, Tensor], new: Tensor) -> Tensor:
-    """The tensor with other entries where `picked` takes some from; written over where there is no graph.
+    """The tensor with other entries where `picked` takes some from; written over where no graph or `vmap` needs it.
 
     Args:
         x: the tensor.
@@ -141,7 +192,7 @@ def put_back(x: Tensor, chosen: Mapping[int, Tensor], new: Tensor) -> Tensor:
         # A copy: a view may not be copied onto itself.
         new = put_back(picked(x, {axis: index}).clone(), dict(rest), new)
     index = index.to(x.device)
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or is_functorch_wrapped_tensor(new):
         return x.index_copy(axis, index, new)
     return x.index_copy_(axis, index, new)
 

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from adapters.views import Part
 from bridge.hooks.arguments import check_choice
 from bridge.hooks.context import CURRENT, HookFunction
 from bridge.hooks.hooks import HookPoint
-from bridge.hooks.parts import MAX_BYTES, Touched, TouchesPart, picked
+from bridge.hooks.parts import MAX_BYTES, Part, Touched, TouchesPart, picked
 from bridge.hooks.rows import BatchRows
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -475,6 +474,16 @@ class Operation(TouchesPart):
             raise ValueError(
                 f"{name} of {type(self).__name__} has shape {list(value.shape)}; at {hook.name} it has to broadcast "
                 f"over [{hook.point.axes}], with one number for all positions (Replace takes a number for each)"
+            )
+        if hook.point.n_heads is not None:
+            self._check_heads(name, value, axes, hook.point.n_heads, hook)
+
+    def _check_heads(self, name: str, value: Tensor, axes: list[str], n_heads: int, hook: HookPoint) -> None:
+        axis = axis_of("heads", hook) - len(axes)
+        if value.ndim >= -axis and value.shape[axis] not in (1, n_heads):
+            raise ValueError(
+                f"{name} of {type(self).__name__} has shape {list(value.shape)}, for {value.shape[axis]} heads; "
+                f"{hook.name} has {n_heads}, all of which it needs, or 1 for all (heads= says which are changed)"
             )
 
     def __call__(self, activation: Tensor, hook: HookPoint, **inputs: Tensor) -> Tensor:
@@ -993,6 +1002,8 @@ class Replace(Operation):
                 f"the source of Replace has shape {list(value.shape)}; at {hook.name} it needs the axes "
                 f"[{hook.point.axes}], as a cache with its batch axis has them"
             )
+        if hook.point.n_heads is not None:
+            self._check_heads(name, value, axes, hook.point.n_heads, hook)
 
     @property
     def chooses_tokens(self) -> bool:

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapters.views import Part
 from bridge.hooks.arguments import check_positive, refuse_wrong_types
 from bridge.hooks.context import HookFunction, Listener
 from bridge.hooks.hooks import HookPoint, checked, checked_function
-from bridge.hooks.parts import Touched, TouchesPart, picked, put_back, rows_within
+from bridge.hooks.parts import Part, Touched, TouchesPart, entries_of, picked, put_back, rows_within
 from bridge.interventions.operations import Index, Kept, axis_of, kept_index
 
 
@@ -22,7 +21,8 @@ class Touching(TouchesPart):
 
     Of scores and patterns only these are made: the other heads stay with the kernel that the model was loaded with, so
     that one head of a long prompt costs one head. (Where a model makes all by itself, as with ``"eager"``, or somebody
-    else listens to the whole, they are taken from that.) Operations do the same by their ``heads=`` and ``positions=``.
+    else listens to the whole, they are taken from that. Who listens is asked once for each call of the attention.)
+    Operations do the same by their ``heads=`` and ``positions=``.
 
     Args:
         function: called as ``function(activation, hook=point)`` with the chosen part, all axes there and entries in the
@@ -35,7 +35,8 @@ class Touching(TouchesPart):
             is called once.
 
     Raises:
-        TypeError: `function` cannot be called with an activation and ``hook=``; an index is none.
+        TypeError: `function` cannot be called with an activation and ``hook=``, or is an operation, or another one of
+            these; an index is none.
         ValueError: no heads, queries, keys or bound are given: then the function itself is a hook.
 
     Example:
@@ -60,6 +61,11 @@ class Touching(TouchesPart):
         keys: Index = None,
         max_bytes: int | None = None,
     ) -> None:
+        if isinstance(function, TouchesPart):
+            raise TypeError(
+                f"the function is {function!r}, which would count heads and positions within the part that it is "
+                "shown: give it as a hook itself; operations have heads=, positions= and keys= of their own"
+            )
         self.function = function
         self.in_run: bool = getattr(function, "in_run", False) is True
         given: dict[str, Index] = {"heads": heads, "positions": queries, "keys": keys}
@@ -132,16 +138,9 @@ class Touching(TouchesPart):
         found: dict[int, Tensor] = {}
         for name, index in self.chosen.items():
             axis = axis_of(name, hook)
-            length, there = shape[axis], torch.zeros(shape[axis], dtype=torch.bool)
-            try:
-                there[index if isinstance(index, slice) else list(index or ())] = True
-            except IndexError as error:
-                said = "queries" if name == "positions" else name
-                raise IndexError(f"{said} is {index}, and {hook.name} has {length} of them") from error
-            if not there.any():
-                raise IndexError(f"{name} is {index}, which is none of the {length} at {hook.name}")
-            if not there.all():
-                found[axis] = there.nonzero()[:, 0]
+            entries = entries_of("queries" if name == "positions" else name, index, shape[axis], hook.name)
+            if len(once := sorted(set(entries))) < shape[axis]:
+                found[axis] = torch.tensor(once)
         return found
 
     def _changed(
@@ -150,7 +149,7 @@ class Touching(TouchesPart):
         if self.max_bytes is None:
             return self._piece(activation, places, hook, inputs)
         heads, queries = (places.get(axis, torch.arange(activation.shape[axis])) for axis in (1, 2))
-        for piece in queries.split(rows_within(self.max_bytes, activation.shape, heads)):
+        for piece in queries.split(rows_within(self.max_bytes, activation.shape, heads, activation.dtype)):
             made = self._piece(activation, places | {2: piece}, hook, inputs)
             activation = activation if made is None else made
         return activation

@@ -45,7 +45,7 @@ def attention(
 
     Of more than `LONGEST` tokens, a cell is of a block of queries and keys, and the picture says so: what a query of it
     gives to its keys together, the mean over its queries; of scores, the highest. Below the title stands what that
-    leaves out: the largest weight of a single pair, and the block that it is in.
+    leaves out: the pair whose weight is the furthest above what its cell shows.
 
     Args:
         pattern: ``cache["pattern", layer]``, ``[head, query, key]`` with a batch axis of 1 in front or without; one
@@ -125,16 +125,22 @@ def _in_blocks(
     values: Float[Tensor, "*any query key"], size: int, weights: bool
 ) -> tuple[Float[Tensor, "*any query_block key_block"], str]:
     """A pattern of blocks, and what that leaves out, in words."""
-    by_key = torch.stack([x.sum(-1) if weights else x.amax(-1) for x in values.split(size, -1)], -1)
-    blocks = torch.stack([x.mean(-2) if weights else x.amax(-2) for x in by_key.split(size, -2)], -2)
+    by_key = torch.stack([x.amax(-1) for x in values.split(size, -1)], -1)
+    highest = torch.stack([x.amax(-2) for x in by_key.split(size, -2)], -2)
     cells = f"a cell is of {size} queries and {size} keys"
     if not weights:
-        return blocks, f"{cells}: the highest score in it; lower ones are not shown"
-    place = tuple(int(i) for i in torch.unravel_index(values.argmax(), values.shape))
-    cell = blocks[(*place[:-2], place[-2] // size, place[-1] // size)]
+        return highest, f"{cells}: the highest score in it; lower ones are not shown"
+    by_key = torch.stack([x.sum(-1) for x in values.split(size, -1)], -1)
+    blocks = torch.stack([x.mean(-2) for x in by_key.split(size, -2)], -2)
+    place = torch.unravel_index((highest - blocks).argmax(), blocks.shape)
+    *panel, row, column = [int(i) for i in place]
+    first, left = row * size, column * size
+    block = values[tuple(panel)][first : first + size, left : left + size]
+    query, key = [int(i) for i in torch.unravel_index(block.argmax(), block.shape)]
     return blocks, (
-        f"{cells}: what a query gives to the keys, on average; which of them is not shown (the largest weight, "
-        f"{float(values[place]):.2f} of query {place[-2]} to key {place[-1]}, is in a cell of {float(cell):.2f})"
+        f"{cells}: what a query gives to the keys, on average; which of them is not shown (furthest above its cell, of "
+        f"{float(blocks[place]):.2f}, is the weight {float(block[query, key]):.2f} of query {first + query} to key "
+        f"{left + key})"
     )
 
 

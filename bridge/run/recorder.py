@@ -360,7 +360,7 @@ def _pieces(act: Tensor | Deferred, hook: HookPoint, max_bytes: int) -> Iterator
     if not hook.point.axes.endswith("key_pos") or len(act.shape) != 4:
         yield act if isinstance(act, Tensor) else act.value(hook.name)
         return
-    rows = rows_within(max_bytes, act.shape, range(act.shape[1]))
+    rows = rows_within(max_bytes, act.shape, range(act.shape[1]), (act if isinstance(act, Tensor) else act.x).dtype)
     for first in range(0, act.shape[2], rows):
         piece = slice(first, first + rows)
         yield act[:, :, piece] if isinstance(act, Tensor) else act.value(hook.name, piece)

@@ -9,10 +9,9 @@ Kernels that are no torch functions are reached through transformers' `Attention
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,11 +24,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from adapters.linear import materialized
 from adapters.observe.observe import SOFTMAXES, SeesAttention
-from adapters.views import Args, Call, Kwargs, Part
+from adapters.views import Args, Call, Kwargs
 from adapters.views.attention import KernelArguments
-from bridge.hooks.context import CURRENT
+from bridge.hooks.context import CURRENT, Listener, refuse_unknown_recomputation
 from bridge.hooks.hooks import HookPoint
-from bridge.hooks.parts import Touched, TouchesPart, index_on, put_back
+from bridge.hooks.parts import Part, Touched, TouchesPart, index_on, put_back, within
 from bridge.taps.attention_call import (
     AttentionCall,
     DeferredAttention,
@@ -121,7 +120,7 @@ class ObservedAttentionCall(TappedCall):
         return None
 
     def of_part(self, part: Part) -> TappedCall:
-        """The same call, where some heads and queries are shown."""
+        """The same call, where some heads and queries are shown to those that `touched` has found."""
         raise NotImplementedError
 
 
@@ -302,7 +301,7 @@ class AttentionWatch(SeesAttention):
 
     def _attend_in_part(self, attention: AttentionCall, touched: Touched, run: Callable[[], Tensor]) -> Tensor:
         """Runs the kernel, and puts in what comes of the heads and queries that somebody touches."""
-        parts = touched.parts(score_shape(attention), whole_queries=torch.is_grad_enabled())
+        parts = touched.parts(score_shape(attention), attention.query.dtype, whole_queries=torch.is_grad_enabled())
         made: list[Tensor] = []
         for part in parts:
             some = attention.of_heads(part.heads).of_queries(index_on(part.queries, attention.query.device))
@@ -335,6 +334,8 @@ class _CallInRun(RunCall, ObservedAttentionCall):
         super().__init__(tap, call)
         #: How heads are shared by processes: as on any channel.
         self._shared = next(iter(tap.shared.values()), None)
+        #: Who listens to scores and pattern, where these touch a part alone.
+        self._touching: dict[HookPoint, list[Listener]] = {}
         # A trace may ask for something while the module runs: then it is asked anew who listens.
         self._known = {} if tap.opened else {channels: tap.active_points(channels) for channels in (_PRODUCT, _INSIDE)}
         if self._shared is not None:
@@ -388,7 +389,8 @@ class _CallInRun(RunCall, ObservedAttentionCall):
         for point in self.active_points(_INSIDE):
             if point.sources or point.point.linked or not (point.view.identity or point.view.by_row):
                 return None
-            for listener in point.visible_listeners():
+            self._touching[point] = point.visible_listeners()
+            for listener in self._touching[point]:
                 fn = listener.fn
                 mine = fn.touched(shape, point) if listener.kind == "fwd" and isinstance(fn, TouchesPart) else None
                 if mine is None:
@@ -396,10 +398,38 @@ class _CallInRun(RunCall, ObservedAttentionCall):
                 found = mine if found is None else found | mine
         if found is None or (found.heads.all() and found.queries.all() and found.max_bytes is None):
             return None
+        if self._run is not None and self._run.gradients:
+            for point in self._touching:
+                refuse_unknown_recomputation(point.name)
         return found
 
     def of_part(self, part: Part) -> TappedCall:
         """As `ObservedAttentionCall` says."""
-        made, views = copy.copy(self), [point.view for point in self.active_points(_INSIDE)]
-        made.call = replace(self.call, part=part, scratch=parameters_of_heads(self.call, views, part.heads))
-        return made
+        scratch = parameters_of_heads(self.call, [point.view for point in self._touching], part.heads)
+        return _PartInRun(replace(self.call, scratch=scratch), part, self._touching)
+
+
+class _PartInRun(TappedCall):
+    """Some heads and queries of a call of an attention module in a run.
+
+    Args:
+        call: the call.
+        part: which heads and queries.
+        touching: who is shown them: who comes or goes meanwhile is not asked about, since others may need the whole.
+    """
+
+    def __init__(self, call: Call, part: Part, touching: Mapping[HookPoint, Sequence[Listener]]) -> None:
+        self.module, self.call, self._part, self._touching = call.module, call, part, touching
+
+    def active_points(self, channels: Sequence[str]) -> Sequence[HookPoint]:
+        """The hook points on these channels that are shown something."""
+        return [point for point, mine in self._touching.items() if mine and point.point.site.key in channels]
+
+    def show(self, channel: str, x: Tensor, private: bool = False) -> Tensor:
+        """As `TappedCall` says."""
+        points = self.active_points((channel,))
+        call = replace(self.call, private=private and len(points) == 1)
+        for point in points:
+            mine = [within(listener, self._part, point) for listener in self._touching[point]]
+            x = point.edited(x, call, CURRENT.get(), mine, False, point.view)
+        return x

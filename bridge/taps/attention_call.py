@@ -25,7 +25,7 @@ from transformers.utils.import_utils import is_torch_flex_attn_available
 from adapters.attention import pattern_of, result_of, scores_of, writes_over
 from adapters.views import Args, Call, Deferred, Kwargs, View
 from adapters.views.attention import KernelArguments
-from bridge.hooks.parts import MAX_BYTES, index_on, picked, rows_within
+from bridge.hooks.parts import MAX_BYTES, entries_of, index_on, picked, rows_within
 from bridge.sharing import SharedTensor
 from bridge.taps.taps import PatchedFunction, calling_instead
 
@@ -181,7 +181,7 @@ class AttentionCall:
         """The same call, of some query heads alone.
 
         Args:
-            heads: which, in ascending order, on the CPU.
+            heads: which, on the CPU.
         """
         query, key, value, mask, options = self._queries(), self.key, self.value, self.mask, dict(self.options)
         key, value = (picked(x, {1: heads // (self.n_heads // x.shape[1])}) for x in (key, value))
@@ -507,11 +507,11 @@ class DeferredAttention(Deferred):
         if not (self.view.identity or self.view.by_row):
             return None
         shape, some = self.shape, copy.copy(self)
-        some._heads = _entries("heads", heads, shape[1], name)
-        rows = _entries("queries", queries, shape[2], name)
+        some._heads = torch.tensor(entries_of("heads", heads, shape[1], name))
+        rows = torch.tensor(entries_of("queries", queries, shape[2], name))
         some.call = replace(self.call, scratch=parameters_of_heads(self.call, (self.view,), some._heads))
         made: Tensor | None = None
-        for first in range(0, len(rows), n := rows_within(MAX_BYTES, shape, some._heads)):
+        for first in range(0, len(rows), n := rows_within(MAX_BYTES, shape, some._heads, self.x.dtype)):
             piece = rows[first : first + n]
             found = some.value(name, index_on(piece, self.x.device))
             if len(piece) == len(rows):
@@ -520,21 +520,6 @@ class DeferredAttention(Deferred):
                 made = found.new_empty((*found.shape[:2], len(rows), found.shape[3]))
             made[:, :, first : first + n] = found
         return made
-
-
-def _entries(what: str, index: Any, length: int, name: str) -> Tensor:
-    """Which entries of an axis an index means, on the CPU.
-
-    Raises:
-        IndexError: there are none such.
-    """
-    try:
-        found = torch.arange(length) if index is None else torch.arange(length)[index].reshape(-1)
-    except IndexError as error:
-        raise IndexError(f"{what} is {index}, and {name} has {length} of them") from error
-    if not len(found):
-        raise IndexError(f"{what} is {index}, which is none of the {length} at {name}")
-    return found
 
 
 def score_shape(attention: AttentionCall) -> tuple[int, int, int, int]:

@@ -17,6 +17,7 @@ from bridge.analysis.head_detector import (
     get_induction_head_detection_pattern,
     get_previous_token_head_detection_pattern,
 )
+from bridge.cache import ActivationCache
 from bridge.embedded import prompts
 
 TEXT = "When Mary and John went to the store, John gave a drink to Mary"
@@ -118,6 +119,8 @@ def test_caches_are_used_and_left_as_they_are(embedded):
         _, cache = embedded.run_with_cache(TEXT, **options)
         before = {name: value.clone() for name, value in cache.items()}
         assert torch.equal(detect_head(embedded, TEXT, "induction_head", cache=cache, exclude_bos=True), every)
+        alone = ActivationCache(dict(cache), None, cache.has_batch_dim)  # which does not know its axes
+        assert torch.equal(detect_head(embedded, TEXT, "induction_head", cache=alone, exclude_bos=True), every)
         assert all(torch.equal(cache[name], value) for name, value in before.items())
     _, other = embedded.run_with_cache("Mary and John")
     with pytest.raises(HeadDetectionError, match="the cache is of another input"):

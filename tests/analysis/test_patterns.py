@@ -1,5 +1,8 @@
 """Statistics of patterns that come in pieces: those of the whole, in memory that grows with the prompt."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -77,6 +80,25 @@ def test_of_an_edited_pattern(tokens):
         bridge.run_with_callback(tokens, seen, patterns, max_bytes=1)
     assert_those_of(seen, cache, [0], 2)
     torch.testing.assert_close(seen.received[name].sum(-1)[:, 2], torch.full((2,), 4.5))
+
+
+@pytest.mark.parametrize("max_bytes", [1, 2**25, None])
+def test_a_second_run_is_refused(max_bytes, tokens):
+    bridge, name = TransformerBridge(tiny("llama")), "blocks.1.attn.hook_pattern"
+    seen = PatternStatistics(keys=[0], top=1)
+    bridge.run_with_callback(tokens, seen, name, max_bytes=max_bytes)
+    kept = pickle.loads(pickle.dumps(seen))
+    for statistics in (seen, kept, copy.deepcopy(seen)):
+        for again, names in ((tokens, name), (tokens[:1], name), (tokens[:, :4], name), (tokens, patterns)):
+            with pytest.raises(ValueError, match="second run"):
+                bridge.run_with_callback(again, statistics, names, max_bytes=max_bytes)
+        assert statistics.entropy[name].shape == (2, 4, 9)
+        torch.testing.assert_close(statistics.received[name].sum(-1), torch.full((2, 4), 9.0))
+    by_hand = PatternStatistics()
+    edit = [(name, lambda x, hook: by_hand(x, hook))]  # in a user's function, which is in no run
+    bridge.run_with_hooks(tokens, fwd_hooks=edit)
+    with pytest.raises(ValueError, match="second run"):
+        bridge.run_with_hooks(tokens[:, :4], fwd_hooks=edit)
 
 
 def test_memory_grows_with_the_prompt():

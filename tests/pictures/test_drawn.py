@@ -55,7 +55,9 @@ def test_a_long_pattern_is_drawn_in_blocks_and_says_what_it_leaves_out(monkeypat
     cell = float(pattern[1, 6:9, 6:9].sum(-1).mean())
     said = picture.svg()
     assert "a cell is of 3 queries and 3 keys" in said
-    assert f"0.75 of query 8 to key 7, is in a cell of {cell:.2f})" in said
+    assert f"furthest above its cell, of {cell:.2f}, is the weight 0.75 of query 8 to key 7)" in said
+    pattern[:, 0, 0] = 1.0  # the largest of every causal pattern, of which its cell leaves out less
+    assert "0.75 of query 8 to key 7" in pictures.attention(pattern, tokens).svg()
     assert len(marks(pictures.attention(pattern[:, None, None], tokens))) == 2 * 4 * 4
     scores = (pattern * 9 - 4).masked_fill(torch.ones(n, n).triu(1).bool(), -torch.inf)
     picture = pictures.attention(scores, tokens)

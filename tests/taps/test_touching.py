@@ -3,6 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
@@ -11,6 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bridge import TransformerBridge
+from bridge.cache import ActivationCache
+from bridge.hooks.parts import rows_within
 from bridge.interventions import Add, Clamp, Mean, Replace, Scale, Set, Touching, Zero
 from bridge.taps.attention_call import AttentionCall
 from tests.conftest import tiny
@@ -325,6 +328,85 @@ def test_a_hook_that_runs_the_model(tokens):
     torch.testing.assert_close(inner[0], plain, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("change", ["fwd", "bwd", "gone"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_who_listens_is_settled_when_a_call_of_the_attention_begins(change, grad, tokens):
+    """A hook that comes or goes while parts are made changes none of what the others are shown."""
+    bridge, handles, late = TransformerBridge(tiny("llama")), [], []
+    point, before = bridge.hook_dict[PATTERN], bridge(tokens).detach()
+
+    def at_first(x, hook):
+        if change == "gone":
+            handles[0].remove()
+        elif not late:
+            late.append(point.add_hook(lambda x, hook: None, dir=change))
+
+    def cut(x, hook):
+        at_first(x, hook)
+        return x * 0
+
+    with torch.set_grad_enabled(grad):
+        expected = bridge.run_with_hooks(tokens, fwd_hooks=[(PATTERN, Zero(heads=1))])
+        assert not torch.allclose(expected, before, atol=1e-4)
+        if change == "gone":
+            handles.append(point.add_hook(Touching(cut, heads=1, max_bytes=300)))
+            assert torch.equal(bridge(tokens), bridge.run_with_hooks(tokens, fwd_hooks=[(PATTERN, Zero(heads=1))]))
+            assert not bridge.wiring.listening
+            return
+        hooks = [(SCORES, Touching(at_first, heads=[1, 3], max_bytes=900)), (PATTERN, Zero(heads=1))]
+        found = bridge.run_with_hooks(tokens, fwd_hooks=hooks)
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
+    late[0].remove()
+    assert not bridge.wiring.listening
+
+
+WRONG = [
+    Set(torch.rand(3, 1, 1), heads=[0, 2]), Scale(torch.rand(8, 1, 1), heads=1), Add(torch.rand(1, 2, 1, 1), heads=0),
+    Clamp(max=torch.rand(5, 1, 1), heads=0), Replace(torch.rand(2, 2, 9, 9), heads=[0, 1]),
+    Replace(torch.rand(1, 8, 9, 9), heads=3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("operation", WRONG, ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("few", [0, 2**17])
+def test_numbers_for_another_count_of_heads_are_refused(operation, few, tokens, monkeypatch):
+    monkeypatch.setattr("bridge.taps.attention.FEW_SCORES", few)
+    bridge = TransformerBridge(tiny("llama"))
+    for name in (PATTERN, SCORES):
+        with pytest.raises(ValueError, match=r"of \w+ has shape .*, for \d heads; .* has 4"):
+            bridge.run_with_hooks(tokens, fwd_hooks=[(name, operation)])
+    assert not bridge.wiring.listening
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("grad", [False, True])
+def test_over_numbers_that_vmap_maps(grad, tokens):
+    bridge, numbers = TransformerBridge(tiny("llama")), torch.tensor([0.0, 0.5, 1.0])
+    functions = (
+        lambda by: Scale(by, heads=[1, 3]),
+        lambda by: Touching(lambda x, hook: x * by, heads=1, queries=[0, -1]),
+        lambda by: Touching(lambda x, hook: x * by, keys=[0, 2], max_bytes=500),
+    )
+    for make in functions:
+
+        def run(by, make=make):
+            return bridge.run_with_hooks(tokens, fwd_hooks=[(PATTERN, make(by))])
+
+        with torch.set_grad_enabled(grad):
+            expected = torch.stack([run(by) for by in numbers])
+            torch.testing.assert_close(torch.vmap(run)(numbers), expected, atol=2e-6, rtol=1e-5)
+
+
+def test_a_bound_counts_what_numbers_take(tokens):
+    for dtype, rows in ((torch.float64, 4), (torch.float32, 8), (torch.float16, 8)):
+        assert rows_within(8 * 16 * 2 * 9, (2, 4, 9, 9), [1], dtype) == rows
+        bridge, seen = TransformerBridge(tiny("llama", dtype=dtype)), []
+        for fn in (Touching(lambda x, hook: seen.append(x.shape[2]), heads=1, max_bytes=8 * 16 * 2 * 9),):  # noqa: B023
+            with torch.no_grad():
+                bridge.run_with_hooks(tokens, fwd_hooks=[(PATTERN, fn)])
+        assert seen[0] == rows
+
+
 def test_an_error_midway_leaves_nothing(tokens):
     bridge = TransformerBridge(tiny("llama"))
     before, calls = bridge(tokens), []
@@ -511,6 +593,8 @@ def test_other_hook_points(tokens):
         (lambda: Touching(on_the_whole(softened), heads=[]), ValueError, "chooses nothing"),
         (lambda: Touching(on_the_whole(softened), heads=1, max_bytes=0), ValueError, "max_bytes"),
         (lambda: Touching(3, heads=1), TypeError, "function"),
+        (lambda: Touching(Zero(positions=-1), max_bytes=2**20), TypeError, "operations have heads=, positions="),
+        (lambda: Touching(Touching(on_the_whole(softened), heads=1), heads=[1, 2]), TypeError, "within the part"),
     ],
 )
 @pytest.mark.unchecked
@@ -527,6 +611,7 @@ def test_what_is_refused_when_it_is_made(make, error, said):
         (PATTERN, Touching(lambda x, hook: x, queries=slice(9, 12)), IndexError, "none of the 9"),
         (PATTERN, Touching(lambda x, hook: x[..., :1], heads=1), ValueError, r"returned shape \[2, 1, 9, 1\]"),
         (PATTERN, Touching(lambda x, hook: x > 0, heads=1), TypeError, "torch.bool"),
+        (PATTERN, Touching(lambda x, hook: x, queries=slice(9, 12)), IndexError, "queries is"),
         (PATTERN, Zero(heads=7), IndexError, "heads"),
         ("blocks.1.hook_resid_pre", Touching(lambda x, hook: x, heads=1), ValueError, "no heads"),
         ("blocks.1.attn.hook_z", Touching(lambda x, hook: x, max_bytes=9), ValueError, "no keys"),
@@ -566,6 +651,46 @@ def test_a_cache_computes_what_is_asked_of_it(tokens, made):
         bridge.run_with_cache(tokens, names_filter=SCORES)[1].part("pattern", 1, heads=1)
     _, single = bridge.run_with_cache(tokens[:1], remove_batch_dim=True)
     assert single.part("pattern", 1, heads=1, queries=2).shape == (9,)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        [3, 0, 0], -1, (2, 2), [], slice(None, None, 2), slice(None, None, -1), slice(-1, 1, -1), (1, None), 4, [0, -5],
+        np.array([1, 0]), np.int64(2), torch.tensor([1, 0]), torch.tensor(2), torch.tensor([[0, 1], [2, 3]]),
+        [[0], [1]], torch.tensor([True, False, False, True]), [True, False, False, True],
+        [True], True, [False] * 4, torch.tensor([0.5]),
+    ],
+    ids=repr,
+)  # fmt: skip
+@pytest.mark.unchecked
+def test_a_part_of_a_cache_is_the_same_before_and_after_the_whole(index, tokens, made):
+    bridge = TransformerBridge(tiny("llama"))
+    for what, axis in (("heads", 1), ("queries", 2), ("keys", 3)):
+        found = []
+        for first in (False, True):
+            _, cache = bridge.run_with_cache(tokens[:, :4], names_filter=PATTERN)
+            whole = cache[PATTERN] if first else None
+            try:
+                found.append(cache.part("pattern", 1, **{what: index}))
+            except (IndexError, TypeError) as error:
+                found.append(f"{type(error).__name__}: {error}")
+        if isinstance(found[0], str):
+            assert found[0] == found[1] and f"Error: {what} is " in found[0]
+            continue
+        torch.testing.assert_close(*found, atol=2e-6, rtol=1e-5)
+        given = slice(*index) if isinstance(index, tuple) else index
+        expected = np.moveaxis(np.moveaxis(whole.numpy(), axis, 0)[given], 0, axis if found[1].ndim == 4 else 0)
+        if found[1].ndim == 3:
+            expected = np.take(whole.numpy(), int(index), axis)
+        assert torch.equal(found[1], torch.from_numpy(expected.copy()))
+
+
+def test_a_cache_without_a_model_does_not_know_where_heads_are(tokens):
+    _, cache = TransformerBridge(tiny("llama")).run_with_cache(tokens)
+    alone = ActivationCache(dict(cache.cache_dict), None)
+    with pytest.raises(ValueError, match="assign the model"):
+        alone.part(PATTERN, heads=1)
 
 
 @pytest.mark.unchecked  # to check a mapping is to look at one of its values, which is computed then
