@@ -12,6 +12,8 @@ from bridge.hooks.arguments import refuse_wrong_types
 from bridge.hooks.context import CURRENT
 from bridge.hooks.hooks import HookPoint
 
+__all__ = ["PatternStatistics"]
+
 
 class PatternStatistics:
     """What is asked of each query of every pattern that it is shown: a callback of `run_with_callback`.

@@ -13,7 +13,17 @@ from bridge.analysis.analysis import refuse_training
 from bridge.bridge import TransformerBridge
 from bridge.circuits.circuits import EdgeScores
 from bridge.circuits.edge_runs import effects_of_edges
-from bridge.circuits.graph import Graph, Metric, Port, SenderOutputs, one_number, pairs_of, written, written_in_both
+from bridge.circuits.graph import (
+    Graph,
+    Metric,
+    Port,
+    SenderOutputs,
+    one_number,
+    pairs_of,
+    refuse_another_sum,
+    written,
+    written_in_both,
+)
 from bridge.hooks.arguments import check_choice, check_positive, refuse_wrong_types
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.rows import tiled
@@ -226,7 +236,7 @@ def information_flow(bridge: TransformerBridge, prompts: Prompts, **model_kwargs
         A score from 0 to 1 for every edge; those of a receiver add up to 1, or to 0 where nothing is near.
 
     Raises:
-        ValueError: a model without such a graph.
+        ValueError: a model without such a graph, or in training mode.
 
     Example:
         >>> from bridge import TransformerBridge
@@ -236,8 +246,11 @@ def information_flow(bridge: TransformerBridge, prompts: Prompts, **model_kwargs
         >>> bool((scores.values.sum(1) - 1).abs().max() < 1e-5)
         True
     """
+    refuse_training(bridge)
     graph, given = Graph.of(bridge), prompts_with(bridge, prompts, model_kwargs)
-    parts = written(graph, bridge, given).parts
+    wrote = written(graph, bridge, given)
+    refuse_another_sum(bridge, wrote)
+    parts = wrote.parts
     streams = {port.name: _stream(graph, port) for port in graph.ports}
     _, cache = bridge.run_with_cache(given, names_filter=list(dict.fromkeys(streams.values())))
     counted = given.get("attention_mask", torch.ones_like(given["input_ids"])).to(parts)

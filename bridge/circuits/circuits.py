@@ -24,6 +24,7 @@ from __future__ import annotations
 import heapq
 import importlib
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -253,7 +254,7 @@ class Circuit:
         clean: Prompts,
         corrupted: Prompts,
         metric: Metric,
-        ablation: str | Float[Tensor, "sender d_model"] = "resample",
+        ablation: str | Float[Tensor, "constant d_model"] = "resample",
         reference: Prompts | None = None,
         **model_kwargs: Any,
     ) -> Evaluation:
@@ -321,7 +322,9 @@ class Circuit:
             The constants, for ``evaluate(ablation=)``.
 
         Raises:
-            ValueError: a circuit of another model, training mode, no step, a rate that is not positive.
+            ValueError: a circuit of another model, training mode, no step, a rate that is not positive, a loss that is
+                not finite.
+            RuntimeError: in inference mode, which makes no gradients.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -339,6 +342,8 @@ class Circuit:
         check_positive("steps", steps)
         if rate <= 0:
             raise ValueError(f"rate is {rate}; it must be more than 0")
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("optimal_constants needs gradients: call it outside of torch.inference_mode()")
         given = prompts_with(bridge, prompts, model_kwargs)
         if loss is None:
             with torch.no_grad():
@@ -393,6 +398,8 @@ class Circuit:
                 "the benchmark's graph has an MLP and as many heads in each layer, all with keys of their own: "
                 f"{bridge.cfg.model_name} has not"
             )
+        if not self.scores.isfinite().all():
+            raise ValueError("a score is not finite, which the file cannot hold")
         used = {graph.senders.index(name) for name in self.nodes if name != "logits"}
         nodes = {_mib_name(name): {"in_graph": at in used} for at, name in enumerate(graph.senders)}
         nodes["logits"] = {"in_graph": bool(self.mask[-1].any())}
@@ -457,7 +464,10 @@ class Circuit:
             raise ValueError(f"its edges are not those of its model: {different[0]} is in one of them alone")
         mask, scores = torch.zeros_like(graph.exists), torch.zeros(graph.exists.shape, dtype=torch.float64)
         for edge, at in known.items():
-            mask[at], scores[at] = bool(edges[edge]["in_graph"]), float(edges[edge]["score"])
+            there, score = edges[edge]["in_graph"], float(edges[edge]["score"])
+            if not isinstance(there, bool) or not math.isfinite(score):
+                raise ValueError(f"{edge} has the score {score}, and is in the graph: {there!r}")
+            mask[at], scores[at] = there, score
         return cls(graph, mask, scores)
 
     @refuse_wrong_types
@@ -694,7 +704,7 @@ def faithfulness_curve(
     clean: Prompts,
     corrupted: Prompts,
     metric: Metric,
-    ablation: str | Float[Tensor, "sender d_model"] = "resample",
+    ablation: str | Float[Tensor, "constant d_model"] = "resample",
     shares: Sequence[float] = SHARES,
     choose: str = "top",
     absolute: bool = True,

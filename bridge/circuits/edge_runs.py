@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,9 +18,11 @@ from bridge.circuits.graph import (
     Metric,
     Port,
     heads_of,
+    measured,
     names_of,
     one_number,
     pairs_of,
+    refuse_another_sum,
     written,
     written_in_both,
 )
@@ -35,7 +37,7 @@ def run_with_edges_replaced(
     graph: Graph,
     bridge: TransformerBridge,
     prompts: Mapping[str, Any],
-    other: Float[Tensor, "sender batch_or_one pos d_model"],
+    other: Float[Tensor, "sender batch_or_one pos_or_one d_model"],
     replaced: Bool[Tensor, "set receiver sender"],
 ) -> Float[Tensor, "set batch pos d_vocab"]:
     """The logits of some prompts for each of several sets of edges, all in one batch.
@@ -48,7 +50,7 @@ def run_with_edges_replaced(
         graph: the graph.
         bridge: the bridge.
         prompts: the tokens, ``[batch, pos]``, and what else the model is given, by name.
-        other: what replaces the senders, ``[sender, batch, pos, d_model]``, or one row for all.
+        other: what replaces the senders, ``[sender, batch, pos, d_model]``, or one for all rows, or positions.
         replaced: for each set, which edges carry it, ``[set, receiver, sender]``.
     """
     sets, (batch, length) = len(replaced), prompts["input_ids"].shape
@@ -120,7 +122,7 @@ class Evaluation:
     circuit: float
     complement: float
     share: float
-    prompts: Float[Tensor, "kind batch"] | None = None
+    prompts: Float[Tensor, "kind batch"] | None = field(default=None, compare=False)
 
     def _part(self, value: float) -> float:
         if self.model == self.ablated:
@@ -153,7 +155,7 @@ class Curve:
 
     shares: tuple[float, ...]
     faithfulness: tuple[float, ...]
-    prompts: Float[Tensor, "share kind batch"] | None = None
+    prompts: Float[Tensor, "share kind batch"] | None = field(default=None, compare=False)
 
     @property
     def cpr(self) -> float:
@@ -180,7 +182,8 @@ class Curve:
             The lower and the upper end of ``"faithfulness"``, ``[share, 2]``, and of ``"cpr"`` and ``"cmd"``, ``[2]``.
 
         Raises:
-            ValueError: the metric gave one number for all prompts; a level that is none between 0 and 1.
+            ValueError: the metric gave one number for all prompts; a level that is none between 0 and 1; prompts that
+                may be drawn without any difference between all edges and none.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -207,6 +210,11 @@ class Curve:
         batch = self.prompts.shape[-1]
         drawn = torch.randint(batch, (draws, batch), generator=torch.Generator().manual_seed(seed))
         model, ablated, circuit = self.prompts.double()[..., drawn].mean(-1).unbind(1)
+        if same := int((model == ablated).any(0).sum()):
+            raise ValueError(
+                f"{same} of {draws} draws of prompts have the same metric with every edge and with none: there is "
+                "nothing for a circuit to keep"
+            )
         faithful = (circuit - ablated) / (model - ablated)
         widths = torch.tensor(self.shares, dtype=torch.float64).diff()
 
@@ -245,7 +253,7 @@ def evaluations(
     clean: Prompts,
     corrupted: Prompts,
     metric: Metric,
-    ablation: str | Float[Tensor, "sender d_model"],
+    ablation: str | Float[Tensor, "constant d_model"],
     reference: Prompts | None,
     model_kwargs: Mapping[str, Any],
 ) -> list[Evaluation]:
@@ -263,17 +271,15 @@ def evaluations(
     one, two = pairs_of(bridge, clean, corrupted, model_kwargs)
     other = _other(graph, bridge, two, ablation, reference)
     with torch.no_grad():
-        model = torch.as_tensor(metric(bridge(one)))
-        ablated = metric(run_with_edges_replaced(graph, bridge, one, other, graph.exists[None])[0])
+        model = measured(metric, bridge(one))
+        ablated = measured(metric, run_with_edges_replaced(graph, bridge, one, other, graph.exists[None])[0])
         found = []
         for mask in masks:
             replaced = torch.stack([graph.exists & ~mask, mask])
             alone, without = run_with_edges_replaced(graph, bridge, one, other, replaced)
-            measured = torch.stack(
-                [torch.as_tensor(value) for value in (model, ablated, metric(alone), metric(without))]
-            )
-            whole, none, circuit, complement = (float(value.mean()) for value in measured)
-            share, each = int(mask.sum()) / graph.n_edges, measured[:3] if model.ndim else None
+            values = torch.stack([model, ablated, measured(metric, alone), measured(metric, without)])
+            whole, none, circuit, complement = (float(value.mean()) for value in values)
+            share, each = int(mask.sum()) / graph.n_edges, values[:3] if model.ndim else None
             found.append(Evaluation(whole, none, circuit, complement, share, each))
     return found
 
@@ -294,17 +300,23 @@ def trained_constants(
         mask: the edges of the circuit.
         bridge, prompts, loss, steps, rate: as there.
     """
-    parts = written(graph, bridge, prompts).parts
+    wrote = written(graph, bridge, prompts)
+    refuse_another_sum(bridge, wrote)
+    parts = wrote.parts
     means = parts.mean((1, 2), keepdim=True)
     sizes = (parts - means).square().mean((1, 2, 3), keepdim=True).sqrt()
     moved = torch.zeros_like(means, requires_grad=True)
     optimizer, least, best = torch.optim.Adam([moved], lr=rate), torch.inf, moved.detach().clone()
     replaced = (graph.exists & ~mask)[None]
+    if not replaced.any():  # nothing carries a constant
+        return means[:, 0, 0]
     with torch.enable_grad():
         for _ in range(steps):
             found = one_number(
                 loss, run_with_edges_replaced(graph, bridge, prompts, means + sizes * moved, replaced)[0]
             )
+            if not found.isfinite():
+                raise ValueError(f"loss is {found.item()}: constants are trained to make a finite number small")
             if found.item() < least:
                 least, best = found.item(), moved.detach().clone()
             (moved.grad,) = torch.autograd.grad(found, [moved])
@@ -327,27 +339,34 @@ def _other(
     graph: Graph,
     bridge: TransformerBridge,
     corrupted: Mapping[str, Any],
-    ablation: str | Float[Tensor, "sender d_model"],
+    ablation: str | Float[Tensor, "constant d_model"],
     reference: Prompts | None,
-) -> Float[Tensor, "sender batch_or_one pos d_model"]:
+) -> Float[Tensor, "sender batch_or_one pos_or_one d_model"]:
     """What replaces the senders."""
+    if reference is not None and (isinstance(ablation, Tensor) or ablation != "mean"):
+        said = "a tensor" if isinstance(ablation, Tensor) else repr(ablation)
+        raise ValueError(f"reference prompts are for the mean; the ablation is {said}")
     if isinstance(ablation, Tensor):
         wanted = [len(graph.senders), bridge.cfg.d_model]
         if list(ablation.shape) != wanted:
             raise ValueError(
                 f"ablation has shape {list(ablation.shape)}; constants are a vector for each sender, {wanted}"
             )
+        if not ablation.isfinite().all():
+            raise ValueError("ablation has numbers that are not finite")
         return ablation.to(bridge.cfg.device, bridge.cfg.dtype)[:, None, None]
     check_choice("ablation", ablation, ABLATIONS)
-    if reference is not None and ablation != "mean":
-        raise ValueError(f"reference prompts are for the mean; the ablation is {ablation!r}")
     if ablation == "mean":
         prompts = corrupted if reference is None else prompts_with(bridge, reference, {})
         lengths = [each["input_ids"].shape[1] for each in (prompts, corrupted)]
         if lengths[0] != lengths[1]:
             raise ValueError(f"reference prompts have {lengths[0]} tokens, and these {lengths[1]}")
-        return written(graph, bridge, prompts).parts.mean(1, keepdim=True)
-    parts = written(graph, bridge, corrupted).parts
+        wrote = written(graph, bridge, prompts)
+        refuse_another_sum(bridge, wrote)
+        return wrote.parts.mean(1, keepdim=True)
+    wrote = written(graph, bridge, corrupted)
+    refuse_another_sum(bridge, wrote)
+    parts = wrote.parts
     return parts if ablation == "resample" else torch.zeros_like(parts[:, :1])
 
 

@@ -286,6 +286,22 @@ def _shape_of(bridge: TransformerBridge, index: int) -> LayerShape:
 Metric = Callable[[Float[Tensor, "batch pos d_vocab"]], Tensor]
 
 
+def measured(metric: Metric, logits: Float[Tensor, "batch pos d_vocab"]) -> Float[Tensor, "..."]:
+    """What a metric says of some prompts: one number, or one for each, in double precision.
+
+    Raises:
+        ValueError: it gives something else.
+    """
+    found = torch.as_tensor(metric(logits)).detach().cpu().double()
+    if found.shape == logits.shape[:1]:
+        return found
+    if found.numel() != 1:
+        raise ValueError(
+            f"metric gives {list(found.shape)} numbers; it is one number, or one for each of {len(logits)} prompts"
+        )
+    return found.reshape(())
+
+
 def one_number(metric: Metric, logits: Float[Tensor, "batch pos d_vocab"]) -> Tensor:
     """What a metric says of some prompts together.
 
@@ -490,6 +506,27 @@ def written(graph: Graph, bridge: TransformerBridge, prompts: Prompts) -> Sender
     return SenderOutputs(parts, logits, attn_out, cache[f"blocks.{n - 1}.hook_resid_post"])
 
 
+def refuse_another_sum(bridge: TransformerBridge, wrote: SenderOutputs) -> None:
+    """Refuses a run in which something besides the senders writes to the stream.
+
+    What is the same everywhere, the biases of output projections, may be left over.
+
+    Raises:
+        ValueError: it does.
+    """
+    rest = wrote.end - wrote.parts.sum(0)
+    _refuse_no_sum_of(bridge, rest, rest[:1, :1].expand_as(rest), wrote.end.abs().max().item())
+
+
+def _refuse_no_sum_of(bridge: TransformerBridge, found: Tensor, right: Tensor, largest: float) -> None:
+    tolerance = TOLERANCE.get(right.dtype, 30 * torch.finfo(right.dtype).eps) * largest
+    if not torch.allclose(found, right, rtol=0, atol=tolerance):
+        raise ValueError(
+            f"in {bridge.cfg.model_name} what heads and MLPs write does not add up to the residual stream: it has no "
+            "graph of residual edges"
+        )
+
+
 def written_in_both(
     graph: Graph, bridge: TransformerBridge, clean: Prompts, corrupted: Prompts
 ) -> tuple[SenderOutputs, SenderOutputs]:
@@ -508,10 +545,5 @@ def written_in_both(
     right = other.end - one.end
     found = (other.parts - one.parts).sum(0)
     largest = max(right.abs().max().item(), one.end.abs().max().item() * 1e-3)
-    tolerance = TOLERANCE.get(right.dtype, 30 * torch.finfo(right.dtype).eps) * largest
-    if not torch.allclose(found, right, rtol=0, atol=tolerance):
-        raise ValueError(
-            f"in {bridge.cfg.model_name} what heads and MLPs write does not add up to the residual stream: it has no "
-            "graph of residual edges"
-        )
+    _refuse_no_sum_of(bridge, found, right, largest)
     return one, other

@@ -216,7 +216,7 @@ class AttributionGraph:
             path: the file.
             bridge: the bridge, which knows the text of its tokens.
             tokens: the prompt of the graph, ``[1, pos]``.
-            n: how many edges, those with the most influence; None: all.
+            n: how many edges, those with the most influence; None: all. What is cut counts as dropped when it is read.
             name: by which the interfaces list it (``slug``).
             scan: the features' name there, such as ``"gemma-2-2b"``.
 
@@ -414,7 +414,7 @@ def attribution_graph(
 
     Features that are read inside an MLP or behind it (`mlp.hook_post`, and `hook_mlp_out` without `reads=`) get the
     MLP's derivative in this run: what enters such a feature is what a small change does, and does not add up. What it
-    sends is exact. Such a feature gets nothing from ``biases``.
+    sends is exact. Such a feature gets nothing from ``biases`` but constants that a limit left out.
 
     Where there are more nodes than `limit`, those with the most influence are kept, found from the logits backwards: a
     feature's senders are looked at once it is among the most influential itself. Edges between kept nodes are those of
@@ -467,6 +467,7 @@ def attribution_graph(
     bases = _checked_bases(bridge, points)
     prompt = prompts_with(bridge, tokens, model_kwargs)
     kept = _positions(bridge, prompt, without_positions)
+    _check_logits(logits, bridge.cfg.d_vocab)
     with torch.no_grad():
         plain = bridge(prompt)[0, -1].float()
     shares = plain.softmax(-1)
@@ -646,10 +647,31 @@ def score_terms(
 
 
 def _positions(bridge: TransformerBridge, prompt: Mapping[str, Any], without: Sequence[int]) -> Tensor:
-    """The positions at which features and errors are nodes."""
-    kept = torch.ones(prompt["input_ids"].shape[1], dtype=torch.bool, device=bridge.cfg.device)
+    """The positions at which features and errors are nodes.
+
+    Raises:
+        ValueError: several prompts, or a position that is not there.
+    """
+    rows, length = prompt["input_ids"].shape
+    if rows != 1:
+        raise ValueError(f"tokens are {rows} prompts; a graph is of one, [1, pos]")
+    if wrong := [pos for pos in without if not -length <= pos < length]:
+        raise ValueError(f"without_positions names {wrong[0]}; there are {length} positions")
+    kept = torch.ones(length, dtype=torch.bool, device=bridge.cfg.device)
     kept[list(without)] = False
     return kept
+
+
+def _check_logits(logits: Tensor | int, d_vocab: int) -> None:
+    """Refuses tokens whose logits cannot be nodes.
+
+    Raises:
+        ValueError: none, too many, one that is given twice or is not in the vocabulary.
+    """
+    named = list(range(logits)) if isinstance(logits, int) else logits.tolist()
+    if not named or len(set(named)) < len(named) or not 0 <= min(named) <= max(named) < d_vocab:
+        said = logits if isinstance(logits, int) else named
+        raise ValueError(f"logits is {said}; give how many, or different tokens from 0 to {d_vocab - 1}")
 
 
 def _checked_bases(bridge: TransformerBridge, points: Sequence[str]) -> list[HookPoint]:

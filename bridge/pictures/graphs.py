@@ -703,11 +703,13 @@ def faithfulness(
         raise ValueError(f"there are values of {', '.join(values) or 'nothing'}, and intervals of {', '.join(bands)}")
     rows = []
     for name, line in values.items():
-        numbers = torch.cat([torch.tensor(line)[:, None], bands.get(name, torch.tensor([line, line]).T).cpu()], 1)
-        if numbers.shape != (len(shares), 3):
-            raise ValueError(
-                f"{name} has {len(line)} values, with intervals {list(numbers.shape[:1])}, for {len(shares)} sizes"
-            )
+        band = bands.get(name)
+        if len(line) != len(shares) or (band is not None and list(band.shape) != [len(shares), 2]):
+            given = "" if band is None else f", with intervals {list(band.shape)}"
+            raise ValueError(f"{name} has {len(line)} values{given}, and there are {len(shares)} sizes")
+        numbers = torch.cat(
+            [torch.tensor(line)[:, None], (torch.tensor([line, line]).T if band is None else band.cpu())], 1
+        )
         for share, (value, low, high) in zip(shares, checked(numbers, name).tolist(), strict=True):
             rows.append({"s": share, "n": visible(name), "v": value, "low": low, "high": high})
     across = alt.Scale(type="log" if min(shares) > 0 else "symlog")

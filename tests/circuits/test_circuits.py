@@ -17,6 +17,7 @@ from bridge.circuits import (
     edge_attribution,
     edge_effects,
     faithfulness_curve,
+    information_flow,
     kl_divergence,
     logit_difference,
 )
@@ -406,3 +407,72 @@ def test_intervals_are_bootstraps_over_prompts(gpt2, graph, clean, corrupted):
     for study in (edge_attribution, edge_effects):
         with pytest.raises(ValueError, match="one for each prompt: scores are of one"):
             study(gpt2, clean, corrupted, each)
+
+
+def test_what_a_metric_may_give(gpt2, graph, clean, corrupted):
+    circuit = scores_of(graph).top(40)
+    counted = circuit.evaluate(gpt2, clean, corrupted, lambda logits: (logits[:, -1, 3] > 0).sum())
+    assert counted.model == int((gpt2(clean)[:, -1, 3] > 0).sum()) and counted.prompts is None
+    kept = circuit.evaluate(gpt2, clean, corrupted, lambda logits: logits[:, -1, 3].mean(0, keepdim=True))
+    assert kept.prompts is None  # one number for all prompts, in whatever shape
+    assert kept == circuit.evaluate(gpt2, clean, corrupted, lambda logits: logits[:, -1, 3].mean())
+    each = [circuit.evaluate(gpt2, clean, corrupted, lambda logits: logits[:, -1, 3]) for _ in range(2)]
+    assert each[0] == each[1] and each[0].prompts.shape == (3, len(clean))
+    with pytest.raises(
+        ValueError, match=r"metric gives \[2, 2\] numbers; it is one number, or one for each of 2 prompts"
+    ):
+        circuit.evaluate(gpt2, clean, corrupted, lambda logits: logits[:, -1, :2])
+
+
+def test_intervals_without_a_difference_are_refused():
+    prompts = torch.tensor([[[1.0, 3.0], [1.0, 1.0], [1.0, 2.0]], [[1.0, 3.0], [1.0, 1.0], [1.0, 3.0]]])
+    curve = Curve((0.1, 1.0), (0.5, 1.0), prompts)  # the first prompt has the same metric with all edges and with none
+    with pytest.raises(ValueError, match="of 1000 draws of prompts have the same metric with every edge and with none"):
+        curve.intervals()
+
+
+def test_a_stream_that_is_no_sum_is_refused(gpt2, graph, clean, corrupted, metric):
+    circuit = scores_of(graph).top(40)
+    studies = {
+        "information_flow": lambda: information_flow(gpt2, clean),
+        "evaluate": lambda: circuit.evaluate(gpt2, clean, corrupted, metric),
+        "mean": lambda: circuit.evaluate(gpt2, clean, corrupted, metric, "mean"),
+        "optimal_constants": lambda: circuit.optimal_constants(gpt2, clean, steps=1),
+    }
+    for study in studies.values():
+        study()
+        larger = gpt2.hooks(fwd_hooks=[("blocks.1.hook_resid_pre", lambda stream, hook: stream * 1.5)])
+        with larger, pytest.raises(ValueError, match="does not add up to the residual stream"):
+            study()
+    gpt2.train()
+    try:
+        with pytest.raises(ValueError, match="training mode"):
+            information_flow(gpt2, clean)
+    finally:
+        gpt2.eval()
+
+
+def test_constants_that_cannot_be_trained_or_taken(gpt2, graph, clean, corrupted, metric):
+    circuit = scores_of(graph).top(40)
+    with pytest.raises(ValueError, match="loss is nan"):
+        circuit.optimal_constants(gpt2, clean, loss=lambda logits: logits.sum() * float("nan"))
+    with pytest.raises(RuntimeError, match="needs gradients"), torch.inference_mode():
+        circuit.optimal_constants(gpt2, clean)
+    means = written(graph, gpt2, clean).parts.mean((1, 2))
+    assert torch.equal(Circuit(graph, graph.exists).optimal_constants(gpt2, clean), means)  # nothing carries them
+    with pytest.raises(ValueError, match="not finite"):
+        circuit.evaluate(gpt2, clean, corrupted, metric, means * float("inf"))
+    with pytest.raises(ValueError, match="the ablation is a tensor"):
+        circuit.evaluate(gpt2, clean, corrupted, metric, means, clean)
+
+
+def test_a_file_of_the_benchmark_with_what_is_no_score(gpt2, graph, tmp_path):
+    file = tmp_path / "circuit.json"
+    scores_of(graph).top(7).to_mib(file, gpt2)
+    said = json.loads(file.read_text())
+    for wrong in ({"score": float("nan"), "in_graph": True}, {"score": 1.0, "in_graph": "false"}):
+        file.write_text(json.dumps(said | {"edges": said["edges"] | {"m0->logits": wrong}}))
+        with pytest.raises(ValueError, match="m0->logits has the score"):
+            Circuit.load(file)
+    with pytest.raises(ValueError, match="a score is not finite"):
+        Circuit(graph, graph.exists, torch.full(graph.exists.shape, torch.inf)).to_mib(file, gpt2)

@@ -455,6 +455,13 @@ def test_a_score_that_is_not_there_is_refused(placed: tuple[TransformerBridge, l
     ):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             score_terms(bridge, TOKENS, points, **({"layer": 1, "head": 0, "query": 4, "key": 2} | wrong))
+    for logits in (0, -1, 10**6, torch.tensor([5, 5]), torch.tensor([-1])):
+        with pytest.raises(ValueError, match="give how many, or different tokens from 0 to"):
+            attribution_graph(bridge, TOKENS, points, logits=logits)
+    with pytest.raises(ValueError, match="tokens are 2 prompts; a graph is of one"):
+        attribution_graph(bridge, TOKENS.repeat(2, 1), points)
+    with pytest.raises(ValueError, match="without_positions names 6; there are 6 positions"):
+        attribution_graph(bridge, TOKENS, points, without_positions=[6])
     assert not bridge.hook_dict[points[0]].listeners
 
 
@@ -464,4 +471,11 @@ def test_what_is_no_graph_is_refused(placed: tuple[TransformerBridge, list[str],
         attribution_graph(bridge, TOKENS, ["blocks.0.hook_mlp_out"])
     with pytest.raises(ValueError, match="no feature is active"):
         attribution_graph(bridge, TOKENS, points, without_positions=range(6))
+    for logits in (0, -1, 10**6, torch.tensor([5, 5]), torch.tensor([-1])):
+        with pytest.raises(ValueError, match="give how many, or different tokens from 0 to"):
+            attribution_graph(bridge, TOKENS, points, logits=logits)
+    with pytest.raises(ValueError, match="tokens are 2 prompts; a graph is of one"):
+        attribution_graph(bridge, TOKENS.repeat(2, 1), points)
+    with pytest.raises(ValueError, match="without_positions names 6; there are 6 positions"):
+        attribution_graph(bridge, TOKENS, points, without_positions=[6])
     assert not bridge.hook_dict[points[0]].listeners

@@ -159,7 +159,9 @@ def test_what_the_engine_cannot_batch_is_refused_by_name(model, said):
 @pytest.mark.filterwarnings("ignore:Passing `repetition_penalty`")
 def test_a_proof_is_made_once_and_asks_nothing_of_the_users_configuration(monkeypatch):
     bridge, made = TransformerBridge(tiny("llama")), []
-    monkeypatch.setattr(batch, "_why_not", lambda bridge, why=batch._why_not: made.append(1) or why(bridge))
+    monkeypatch.setattr(
+        batch, "_why_not", lambda bridge, turns, why=batch._why_not: made.append(1) or why(bridge, turns)
+    )
     bridge.core.generation_config.repetition_penalty = 1.3
     with pytest.raises(ValueError, match="RepetitionPenaltyLogitsProcessor cannot be had"):
         bridge.generate_batch([[5, 6]], NEW, **GREEDY)

@@ -218,6 +218,7 @@ def test_faithfulness():
         (shares, {}),
         (shares[:2], values),
         (shares, values, {"c": band}),
+        (shares, values, {"a": band[:2]}),
         (shares, {"a": (0.1, 0.2, float("nan"))}),
     ):
         with pytest.raises(ValueError):
