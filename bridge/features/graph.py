@@ -106,7 +106,9 @@ class AttributionGraph:
 
     def __repr__(self) -> str:
         kinds = [node.kind for node in self.nodes]
-        counted = ", ".join(f"{kinds.count(kind)} {kind}s" for kind in dict.fromkeys(kinds))
+        counted = ", ".join(
+            "what was dropped" if kind == "dropped" else f"{kinds.count(kind)} {kind}s" for kind in dict.fromkeys(kinds)
+        )
         return f"AttributionGraph({counted})"
 
     def __getitem__(self, edge: tuple[Node, Node]) -> float:

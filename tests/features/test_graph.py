@@ -337,6 +337,7 @@ def test_a_limit_keeps_the_most_influential(kind: str, limit: int, request: pyte
     found = graph.influence().double()
     assert torch.allclose(found[mine], influence[theirs], atol=1e-6)
     assert float(found[dropped]) == pytest.approx(float(left_out.sum()), abs=1e-6) and found[dropped] > 1e-5
+    assert "what was dropped, 3 logits" in repr(graph)
     assert "dropped" not in {name for edge in graph.largest(limit) for name in edge[:2]}
 
 
