@@ -248,16 +248,15 @@ def information_flow(bridge: TransformerBridge, prompts: Prompts, **model_kwargs
     """
     refuse_training(bridge)
     graph, given = Graph.of(bridge), prompts_with(bridge, prompts, model_kwargs)
-    wrote = written(graph, bridge, given)
+    streams = {port.name: _stream(graph, port) for port in graph.ports}
+    wrote = written(graph, bridge, given, [*streams.values()])
     refuse_another_sum(bridge, wrote)
     parts = wrote.parts
-    streams = {port.name: _stream(graph, port) for port in graph.ports}
-    _, cache = bridge.run_with_cache(given, names_filter=list(dict.fromkeys(streams.values())))
     counted = given.get("attention_mask", torch.ones_like(given["input_ids"])).to(parts)
     weights = counted / counted.sum(1, keepdim=True) / len(counted)
     values = torch.zeros(graph.exists.shape, dtype=torch.float64)
     for port in graph.ports:
-        read = cache[streams[port.name]]
+        read = wrote.seen[streams[port.name]]
         near = read.abs().sum(-1) - torch.stack([(read - part).abs().sum(-1) for part in parts[: port.upstream]])
         near = near.clamp(min=0)
         shares = near / near.sum(0).clamp(min=torch.finfo(near.dtype).tiny)

@@ -398,12 +398,14 @@ class SenderOutputs:
         logits: ``[batch, pos, d_vocab]``.
         attn_out: for each layer with attention, what it adds as a whole, ``[batch, pos, d_model]``.
         end: the residual stream after the last block, ``[batch, pos, d_model]``.
+        seen: what stood at other hook points that were asked for, by name.
     """
 
     parts: Float[Tensor, "sender batch pos d_model"]
     logits: Float[Tensor, "batch pos d_vocab"]
     attn_out: Mapping[int, Tensor]
     end: Float[Tensor, "batch pos d_model"]
+    seen: Mapping[str, Tensor]
 
 
 def names_of(graph: Graph, bridge: TransformerBridge, layer: int) -> list[str]:
@@ -469,13 +471,14 @@ def pairs_of(
 
 
 @torch.no_grad()
-def written(graph: Graph, bridge: TransformerBridge, prompts: Prompts) -> SenderOutputs:
+def written(graph: Graph, bridge: TransformerBridge, prompts: Prompts, also: Sequence[str] = ()) -> SenderOutputs:
     """Runs a model and takes apart what its senders write.
 
     Args:
         graph: its graph.
         bridge: the bridge.
         prompts: what runs.
+        also: other hook points that are read in the same run.
 
     Example:
         >>> from bridge import TransformerBridge
@@ -491,7 +494,7 @@ def written(graph: Graph, bridge: TransformerBridge, prompts: Prompts) -> Sender
         names += names_of(graph, bridge, layer)
         if shape.heads:
             names.append(f"blocks.{layer}.hook_attn_out")
-    logits, cache = bridge.run_with_cache(prompts, names_filter=names)
+    logits, cache = bridge.run_with_cache(prompts, names_filter=[*dict.fromkeys([*names, *also])])
     embed = cache["blocks.0.hook_resid_pre"]
     parts = embed.new_empty(len(graph.senders), *embed.shape)
     parts[0] = embed
@@ -503,7 +506,8 @@ def written(graph: Graph, bridge: TransformerBridge, prompts: Prompts) -> Sender
             attn_out[layer] = cache[f"blocks.{layer}.hook_attn_out"]
         if shape.mlp:
             parts[at + shape.heads] = cache[f"blocks.{layer}.hook_mlp_out"]
-    return SenderOutputs(parts, logits, attn_out, cache[f"blocks.{n - 1}.hook_resid_post"])
+    end = cache[f"blocks.{n - 1}.hook_resid_post"]
+    return SenderOutputs(parts, logits, attn_out, end, {name: cache[name] for name in also})
 
 
 def refuse_another_sum(bridge: TransformerBridge, wrote: SenderOutputs) -> None:
