@@ -588,25 +588,11 @@ def score_terms(
     check_positive("together", together)
     bases = _checked_bases(bridge, points)
     prompt = prompts_with(bridge, tokens, model_kwargs)
-    attention = f"blocks.{layer}.attn"
-    made = [
-        next(
-            (
-                name
-                for name in (f"{attention}.hook_rot_{letter}", f"{attention}.hook_{letter}")
-                if name in bridge.hook_dict
-            ),
-            "",
-        )
-        for letter in "qk"
-    ]
-    if not all(made) or f"{attention}.hook_attn_scores" not in bridge.hook_dict:
-        raise ValueError(
-            f"{bridge.cfg.model_name} has no queries, keys and scores in layer {layer} that are hook points"
-        )
+    kept = _positions(bridge, prompt, without_positions)
+    *made, name = _query_key_and_scores(bridge, layer)
     with torch.no_grad():
-        _, cache = bridge.run_with_cache(prompt, names_filter=f"{attention}.hook_attn_scores")
-    scores = cache[f"{attention}.hook_attn_scores"]
+        _, cache = bridge.run_with_cache(prompt, names_filter=name)
+    scores = cache[name]
     for what, index, size in (
         ("head", head, scores.shape[1]),
         ("query", query, scores.shape[2]),
@@ -620,16 +606,7 @@ def score_terms(
     with bridge.linearised(prompt), torch.enable_grad():
         _refuse_what_is_not_linear(bridge, prompt, made)
         none = torch.zeros(0, dtype=torch.long, device=score.device)
-        run = _ReplacementRun(
-            bridge,
-            prompt,
-            bases,
-            _positions(bridge, prompt, without_positions),
-            none,
-            score.new_zeros(0),
-            together,
-            made,
-        )
+        run = _ReplacementRun(bridge, prompt, bases, kept, none, score.new_zeros(0), together, made)
         vectors = run.read[made[0]][0, query, head], run.read[made[1]][0, key]
         keys = vectors[1][head * len(vectors[1]) // scores.shape[1]]
         (queries, query_parts), (others, key_parts) = run.parts(vectors[0]), run.parts(keys)
@@ -646,6 +623,23 @@ def score_terms(
             )
         position = 0.0
     return ScoreTerms(queries, others, query_parts, key_parts, position)
+
+
+def _query_key_and_scores(bridge: TransformerBridge, layer: int) -> list[str]:
+    """The hook points of a layer's queries and keys as they enter the product, and of the scores.
+
+    Raises:
+        ValueError: one is no hook point.
+    """
+    found, attention = [], f"blocks.{layer}.attn"
+    for names in (("rot_q", "q"), ("rot_k", "k"), ("attn_scores",)):
+        there = [at for name in names if (at := f"{attention}.hook_{name}") in bridge.hook_dict]
+        if not there:
+            raise ValueError(
+                f"{bridge.cfg.model_name} has no queries, keys and scores in layer {layer} that are hook points"
+            )
+        found.append(there[0])
+    return found
 
 
 def _positions(bridge: TransformerBridge, prompt: Mapping[str, Any], without: Sequence[int]) -> Tensor:

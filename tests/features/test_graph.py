@@ -104,6 +104,17 @@ def placed_across() -> tuple[TransformerBridge, list[str], AttributionGraph]:
     return bridge, points, attribution_graph(bridge, TOKENS, points, logits=3)
 
 
+@pytest.fixture(scope="module")
+def placed_deep() -> tuple[TransformerBridge, list[str], AttributionGraph]:
+    """In four layers, so that influence goes through several features one after the other."""
+    bridge = TransformerBridge.boot_embedded()
+    points = [
+        bridge.add_basis(f"blocks.{i}.hook_mlp_out", "tc", SAE(128, 24, 128), reads=f"blocks.{i}.hook_resid_mid").name
+        for i in range(4)
+    ]
+    return bridge, points, attribution_graph(bridge, TOKENS, points, logits=3)
+
+
 _ACROSS = (("W_enc", 24, 32), ("b_enc", 24), ("b_dec", 32))
 TOKENS = torch.tensor([[5, 17, 2, 30, 11, 44]])
 
@@ -308,7 +319,7 @@ def by_hand(adjacency: Tensor, ignored: Tensor, ends: int, probabilities: Tensor
 
 
 @pytest.mark.parametrize("limit", [1, 5, 40, 90])
-@pytest.mark.parametrize("kind", ["placed", "placed_across"])
+@pytest.mark.parametrize("kind", ["placed", "placed_across", "placed_deep"])
 def test_a_limit_keeps_the_most_influential(kind: str, limit: int, request: pytest.FixtureRequest) -> None:
     """Of the whole graph's edges, followed through the kept features alone: the kept nodes have the most influence."""
     bridge, points, whole = request.getfixturevalue(kind)
@@ -456,13 +467,15 @@ def test_a_score_that_is_not_there_is_refused(placed: tuple[TransformerBridge, l
     ):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             score_terms(bridge, TOKENS, points, **({"layer": 1, "head": 0, "query": 4, "key": 2} | wrong))
-    for logits in (0, -1, 10**6, torch.tensor([5, 5]), torch.tensor([-1])):
-        with pytest.raises(ValueError, match="give how many, or different tokens from 0 to"):
-            attribution_graph(bridge, TOKENS, points, logits=logits)
-    with pytest.raises(ValueError, match="tokens are 2 prompts; a graph is of one"):
-        attribution_graph(bridge, TOKENS.repeat(2, 1), points)
-    with pytest.raises(ValueError, match="without_positions names 6; there are 6 positions"):
-        attribution_graph(bridge, TOKENS, points, without_positions=[6])
+    for given, more, said in (
+        (TOKENS.repeat(2, 1), {}, "tokens are 2 prompts; a graph is of one"),
+        (TOKENS, {"without_positions": [6]}, "without_positions names 6; there are 6 positions"),
+    ):
+        runs: list[object] = []
+        looks = bridge.hooks(fwd_hooks=[("hook_embed", lambda act, hook, runs=runs: runs.append(hook))])
+        with looks, pytest.raises(ValueError, match=said):
+            score_terms(bridge, given, points, layer=1, head=0, query=4, key=2, **more)
+        assert not runs  # before anything runs
     assert not bridge.hook_dict[points[0]].listeners
 
 
