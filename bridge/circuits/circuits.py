@@ -264,7 +264,7 @@ class Circuit:
         the mean over prompts, position by position (``"mean"``), nothing (``"zero"``, the embeddings included), or
         constants, a vector for each sender, such as `optimal_constants`.
         Edges of the circuit carry what their senders write in this very run. Biases of output projections are no
-        edges and stay.
+        edges and stay, and so does what else a model adds to the stream, as features of an image.
 
         Args:
             bridge: the bridge.
@@ -276,7 +276,8 @@ class Circuit:
                 has its own, and for `reference`, give prompts as a processor gives them.
 
         Raises:
-            ValueError: an unknown ablation, prompts of different lengths, a circuit of another model.
+            ValueError: an unknown ablation, prompts of different lengths, a circuit of another model; something besides
+                heads and MLPs differs between the streams of a pair.
 
         Example:
             >>> from bridge import TransformerBridge

@@ -6,7 +6,7 @@ import transformers
 
 from adapters.inputs import takes_besides
 from bridge import TransformerBridge
-from bridge.circuits import edge_attribution, edge_effects, path_patching
+from bridge.circuits import EdgeScores, edge_attribution, edge_effects, path_patching
 from bridge.features import (
     attribution_graph,
     direction,
@@ -124,6 +124,16 @@ def test_circuits_are_single_runs(prompts):
         evaluation = scores.top(graph.n_edges // 2).evaluate(bridge, one, other, metric, **more)
         assert evaluation.model == pytest.approx(base, abs=1e-5)
         assert evaluation.ablated == pytest.approx(metric(bridge(corrupted, **given)).item(), abs=1e-4)
+
+
+def test_a_circuit_of_pairs_of_which_something_else_differs_is_refused():
+    """The features that Qwen3-VL adds behind its first block are of the image: with another, no edge carries it."""
+    bridge, (tokens, given) = TransformerBridge(tiny_model("qwen3_vl", "image_text")), image_inputs("qwen3_vl")
+    graph = edge_effects(bridge, tokens, tokens.clone().fill_(9).where(tokens != 5, tokens), metric, [], **given).graph
+    circuit = EdgeScores(graph, torch.zeros(graph.exists.shape)).top(3)
+    other = {**given, "pixel_values": given["pixel_values"] + 1}
+    with pytest.raises(ValueError, match="does not add up"):
+        circuit.evaluate(bridge, {"input_ids": tokens, **given}, {"input_ids": tokens, **other}, metric)
 
 
 def test_features_are_single_runs(prompts):
