@@ -6,13 +6,14 @@ import functools
 import inspect
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from adapters.config import config_of, first
 from adapters.linear import input_device
@@ -26,6 +27,32 @@ TokensArgument = Literal["input_ids", "decoder_input_ids"]
 Given = Mapping[str, Tensor]
 #: How the names of arguments begin that are images or sound, or go along them.
 OF_IMAGES_AND_SOUND = ("pixel", "image", "video", "audio", "feature", "input_features", "input_values")
+#: What the keys and values of earlier tokens are called, among arguments and in what a model returns. Models of
+#: transformers have the second name from 5.24 on.
+PAST = ("past_key_values", "cache")
+
+
+def past_of(given: Mapping[str, Any]) -> Any:
+    """The keys and values of earlier tokens, among arguments or in what a model returns; None where there are none."""
+    return next((given[name] for name in given if name in PAST), None)
+
+
+def with_past_named(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Arguments in which the keys and values of earlier tokens have the name that the model has for them.
+
+    Args:
+        given: the arguments.
+        known: the names that the model takes.
+
+    Example:
+        >>> from adapters.inputs import with_past_named
+        >>> with_past_named({"past_key_values": 1, "use_cache": True}, {"cache", "use_cache"})
+        {'cache': 1, 'use_cache': True}
+    """
+    theirs = next((name for name in PAST if name in known), None)
+    if theirs is None or theirs in given:
+        return dict(given)
+    return {theirs if name in PAST else name: value for name, value in given.items()}
 
 
 @functools.cache
@@ -64,12 +91,12 @@ def accepted_by(core: nn.Module) -> frozenset[str]:
         >>> import transformers
         >>> from adapters.inputs import accepted_by
         >>> model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=10))
-        >>> {"use_cache", "past_key_values"} <= accepted_by(model)
+        >>> {"use_cache", "attention_mask"} <= accepted_by(model)
         True
     """
     forward = _forward_of(core)
     names = accepted_arguments(forward)
-    if "past_key_values" not in names or "use_cache" in names or not isinstance(core, PreTrainedModel):
+    if names.isdisjoint(PAST) or "use_cache" in names or not isinstance(core, PreTrainedModel):
         return names
     passes_on = any(x.kind is x.VAR_KEYWORD for x in inspect.signature(forward).parameters.values())
     decoder = core.get_decoder()
@@ -102,16 +129,31 @@ def gives_cache(core: nn.Module) -> bool:
     Example:
         >>> import transformers
         >>> from adapters.inputs import gives_cache
-        >>> config = transformers.MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=10)
-        >>> gives_cache(transformers.MambaForCausalLM(config))  # its state is no cache of keys and values
+        >>> config = transformers.BertConfig(
+        ...     hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=10
+        ... )
+        >>> gives_cache(transformers.BertForMaskedLM(config))
         False
     """
     forward = type(core).forward
-    if not {"past_key_values", "use_cache"} <= accepted_by(core):
+    names = accepted_by(core)
+    if names.isdisjoint(PAST) or "use_cache" not in names or not _counts_tokens(core):
         return False
     returned = _meant(inspect.signature(forward).return_annotation, forward)
     outputs = [kind for kind in (returned, *typing.get_args(returned)) if hasattr(kind, "__dataclass_fields__")]
-    return not outputs or any("past_key_values" in output.__dataclass_fields__ for output in outputs)
+    return not outputs or any(not output.__dataclass_fields__.keys().isdisjoint(PAST) for output in outputs)
+
+
+def _counts_tokens(core: nn.Module) -> bool:
+    """Whether what a model remembers of earlier tokens says how many there were; states of Mamba alone do not."""
+    if not isinstance(core, PreTrainedModel):
+        return True
+    taken = inspect.signature(type(core).forward).parameters.get("cache")
+    kinds = () if taken is None else typing.get_args(_meant(taken.annotation, type(core).forward))
+    if kinds and not any(isinstance(kind, type) and issubclass(kind, Cache) for kind in kinds):
+        return False
+    layers = DynamicCache(config=core.config).layers
+    return not layers or any(isinstance(layer, CacheLayerMixin) for layer in layers)
 
 
 def argument_names(module: nn.Module) -> list[str]:

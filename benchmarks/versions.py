@@ -233,10 +233,9 @@ Thirteen classes whose mixture or block was another before 5.15 or 5.21 (DeepSee
 Granite's mixtures, Moshi) are inferred there from a run; later ones are declared. What a version computes wrongly
 itself, `adapters.verify` says.
 
-transformers 5.24 calls the model's argument `past_key_values` by another name, `cache`. All that is in its row passes
-there, and 172 types that are declared prove themselves; but a run with `past_key_values=` is refused there, and what
-looks for keys and values of earlier tokens among a call's arguments does not find them. So `pyproject.toml` asks for a
-version before it.
+From 5.24 on transformers calls the model's `past_key_values` by another name, `cache`. A run, a trace, a program and
+`generate` take both names, in every version. `generate_batch` refuses GPT-NeoX and others there, whose
+attention leaves out an argument that transformers' own paged cache asks for.
 
 Of the 32 things that two processes try (`tests/sharded`), all pass with torch 2.13.0; with torch 2.11.0 one does not
 (the gradients of Mixtral's parameters), with 2.8.0 three (`generate_batch`, `process_weights`, and adapters, which

@@ -20,7 +20,7 @@ from transformers import StoppingCriteriaList
 from transformers.generation import BaseStreamer
 from transformers.utils import ModelOutput
 
-from adapters.inputs import accepted_arguments, accepted_by
+from adapters.inputs import accepted_arguments, accepted_by, past_of
 from adapters.points import core_path
 from adapters.spread import refuse_context_parallel
 from adapters.views import Deferred
@@ -384,7 +384,7 @@ def _refuse_other_runs(bridge: RunnableBridge, arguments: Arguments) -> None:
             f"return_cache cannot be had with {', '.join(refused)}: tokens are processed there that do not stay in "
             "the sequence. Use run_with_cache on the finished sequence."
         )
-    if arguments.get("past_key_values") is not None:
+    if past_of(arguments) is not None:
         raise ValueError(
             "return_cache cannot be had with past_key_values: what was computed before is not seen again. Generate "
             "from the whole prompt, or use run_with_cache on the finished sequence."

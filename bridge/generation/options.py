@@ -23,7 +23,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from adapters.inputs import accepted_arguments, takes
+from adapters.inputs import accepted_arguments, accepted_by, takes, with_past_named
 from adapters.linear import input_device
 from bridge.hooks.arguments import check_choice, check_types
 from bridge.hooks.context import Generation
@@ -345,7 +345,7 @@ def prepared(bridge: RunnableBridge, input: Input, options: GenerationOptions) -
         ValueError: no room in the context, or an input that does not fit.
     """
     check_generates(bridge)
-    more = dict(options.more)
+    more = with_past_named(options.more, accepted_by(bridge.core))
     _check_known(bridge, {name: given for name, given in more.items() if given is not input})
     _check_used(options, more)
     text = TextOptions(options.prepend_bos, options.padding_side)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from adapters.imports import check_checkpointed_gradients
+from adapters.inputs import past_of
 from adapters.points import Point, Site, token_embedding
 from bridge.hooks.rows import BatchRows
 
@@ -264,7 +265,7 @@ class ForwardPass(PassMemory):
             model: the model.
             kwargs: the arguments of its call.
         """
-        past = kwargs.get("past_key_values")
+        past = past_of(kwargs)
         self.past = past is not None and bool(past.get_seq_length())
         self.rows = BatchRows(model, kwargs)
         given = kwargs.get("inputs_embeds")

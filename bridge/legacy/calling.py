@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adapters.inputs import text_alone
+from adapters.inputs import PAST, text_alone
 from adapters.points import base_path, core_path, join
 from adapters.views import Call, View
 from bridge.bridge import TransformerBridge
@@ -24,7 +24,7 @@ from bridge.run.layer_range import StopRun
 from bridge.taps.taps import Tap
 
 #: What a call must not do twice: add keys and values to a cache.
-_CACHES = ("past_key_values", "past_key_value", "layer_past")
+_CACHES = (*PAST, "past_key_value", "layer_past")
 
 
 class ReplacedForward(InForwardsPlace):

@@ -24,6 +24,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from adapters.attention import result_of, scores_of
 from adapters.config import ModelFields
+from adapters.inputs import PAST, with_past_named
 from bridge.hooks.names import suggestion
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -572,7 +573,7 @@ class NativeModel(PreTrainedModel, GenerationMixin):
     config: NativeConfig
     _input_embed_layer = "embed"
     _no_split_modules = ["NativeBlock"]  # noqa: RUF012 - as the base class declares it
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = list(PAST)  # noqa: RUF012
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -639,6 +640,7 @@ class NativeModel(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
+        cache: Cache | None = None,
     ) -> CausalLMOutputWithPast:
         """Runs the model.
 
@@ -646,7 +648,8 @@ class NativeModel(PreTrainedModel, GenerationMixin):
             input_ids: tokens.
             attention_mask: ``[batch, pos]``, 1 for tokens and 0 for padding; past positions come first.
             position_ids: by default counted from the first position of the cache.
-            past_key_values: keys and values of earlier positions; those of this run are added.
+            past_key_values, cache: keys and values of earlier positions; those of this run are added. (transformers
+                gives them the second name from 5.24 on.)
             inputs_embeds: token embeddings in place of tokens.
             use_cache: make a cache where none is given. None does not.
             output_attentions, output_hidden_states: also return each layer's pattern (with eager attention), and the
@@ -659,7 +662,7 @@ class NativeModel(PreTrainedModel, GenerationMixin):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
-        cache = self._cache(past_key_values, use_cache)
+        cache = self._cache(past_key_values if cache is None else cache, use_cache)
         position_ids = self._positions(x, position_ids, cache)
         mask, local = self._masks(x, attention_mask, cache, position_ids)
         kwargs: dict[str, Any] = {"past_key_values": cache}
@@ -676,7 +679,8 @@ class NativeModel(PreTrainedModel, GenerationMixin):
         logits = self.unembed(self.ln_final(x))
         if (cap := self.config.output_logits_soft_cap) > 0:
             logits = cap * torch.tanh(logits / cap)
-        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+        made = {"logits": logits, "past_key_values": cache}
+        return CausalLMOutputWithPast(**with_past_named(made, CausalLMOutputWithPast.__dataclass_fields__))
 
     def _cache(self, given: Cache | None, wanted: bool | None) -> Cache | None:
         """The cache that keys and values go to."""

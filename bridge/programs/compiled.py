@@ -28,6 +28,7 @@ from torch.fx.experimental import _config as shapes_config
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from adapters.inputs import with_past_named
 from adapters.points import core_path, module_at
 from adapters.views import Args, Kwargs
 from bridge.interventions.operations import Operation
@@ -128,7 +129,8 @@ def generating_model(model: PreTrainedModel, run: Run, inputs: Mapping[str, Tens
     def step(input_ids: Tensor | None = None, **given: object) -> CausalLMOutputWithPast:
         given.pop("return_dict", None)
         made = run(input_ids, inputs, {name: value for name, value in given.items() if value is not None})
-        return CausalLMOutputWithPast(logits=made["logits"], past_key_values=made.get("past_key_values"))
+        found = {"logits": made["logits"], "past_key_values": made.get("past_key_values")}
+        return CausalLMOutputWithPast(**with_past_named(found, CausalLMOutputWithPast.__dataclass_fields__))
 
     functools.update_wrapper(step, model.forward)  # whose signature `generate` asks for
     other.__dict__["forward"] = step

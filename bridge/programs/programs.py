@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from adapters import imports as versions
-from adapters.inputs import accepted_arguments, makes_decoder_tokens, takes
+from adapters.inputs import accepted_arguments, makes_decoder_tokens, past_of, takes, with_past_named
 from adapters.points import core_path
 from adapters.views import Kwargs
 from bridge import export as exporting
@@ -207,7 +207,8 @@ class Program(nn.Module):
         if (
             tokens is None
             or "attention_mask" not in self._known
-            or any(given.get(name) is not None for name in ("attention_mask", "position_ids", "past_key_values"))
+            or any(given.get(name) is not None for name in ("attention_mask", "position_ids"))
+            or past_of(given) is not None
             or self._counted.padding is not None  # then the model itself looks for padding among the tokens
             or self._config._attn_implementation not in ("sdpa", "eager")
         ):
@@ -240,14 +241,14 @@ class Program(nn.Module):
             made[name] = program_pass.kept[name]
         if given.get("labels") is not None:
             made["loss"] = output.loss
-        past = getattr(output, "past_key_values", None)
-        if past is not None and (given.get("use_cache") or given.get("past_key_values") is not None):
+        past = past_of(output) if isinstance(output, dict) else None
+        if past is not None and (given.get("use_cache") or past_of(given) is not None):
             made["past_key_values"] = past
         return made
 
     def _arguments(self, input_ids: Tensor | None, given: Kwargs) -> Kwargs:
         """What the model is called with, as a run of the bridge works it out."""
-        arguments = dict(given)
+        arguments = with_past_named(given, self._known)
         if input_ids is not None:
             arguments["input_ids"] = input_ids
         tokens: Tensor = given["inputs_embeds"] if input_ids is None else input_ids
@@ -256,7 +257,7 @@ class Program(nn.Module):
             arguments["attention_mask"] = mask = mask.long()
             if self._places and given.get("position_ids") is None:
                 arguments["position_ids"] = self._counted.places(mask)[:, -tokens.shape[1] :]
-        if torch.compiler.is_compiling() and self._caches and given.get("past_key_values") is None:
+        if torch.compiler.is_compiling() and self._caches and past_of(given) is None:
             arguments.setdefault("use_cache", False)  # nobody gets it, and it would be in the graph
         starts = {"decoder_input_ids", "decoder_inputs_embeds", "labels"}
         if self._has_decoder and not (self._makes_tokens and input_ids is not None) and not starts & given.keys():
@@ -267,7 +268,7 @@ class Program(nn.Module):
 
     def _check(self, input_ids: Tensor | None, given: Kwargs) -> None:
         """Refuses arguments that nobody knows, and tokens of a wrong shape."""
-        for name in given:
+        for name in with_past_named(given, self._known):
             if name not in self._known:  # this runs in every call: what is asked of the configuration is kept
                 raise TypeError(
                     f"{name!r} is neither an input of the program ({', '.join(self.inputs) or 'it has none'}) nor an "
@@ -283,7 +284,7 @@ class Program(nn.Module):
             )
         if self._starts_with is None and not {"decoder_input_ids", "decoder_inputs_embeds", "labels"} & given.keys():
             raise ValueError("the model names no decoder_start_token_id; pass decoder_input_ids")
-        past = given.get("past_key_values")
+        past = past_of(given)
         if past is not None:
             self._refuse_past("past_key_values")
         mask = given.get("attention_mask")
@@ -379,7 +380,8 @@ class Program(nn.Module):
 
         Returns:
             transformers' `ExportedModel`: ``exported(input_ids=..., vector=...)`` runs it in its runtime and returns
-            what the program returns. `ExportedModel.from_pretrained(path)` reads it back.
+            what the program returns. `ExportedModel.from_pretrained(path)` reads it back; of
+            ``"dynamo"``, which is pickled, with ``trust_remote_code=True``.
 
         Raises:
             VersionError: transformers is older than 5.23.

@@ -25,7 +25,9 @@ from adapters.inputs import (
     looks_for_padding,
     makes_decoder_tokens,
     may_take,
+    past_of,
     takes,
+    with_past_named,
 )
 from adapters.linear import input_device
 from adapters.points import learns_prompt
@@ -265,8 +267,8 @@ def check_arguments(bridge: RunnableBridge, asked: Request, ours: Sequence[str])
         return
     model = bridge.core
     known = accepted_by(model) | added_around(bridge.original_model)
-    for name in given:
-        by_name = name == "inputs_embeds" and given[name] is asked.input  # see `embeddings_given`
+    for name in with_past_named(given, known):
+        by_name = name == "inputs_embeds" and given.get(name) is asked.input  # see `embeddings_given`
         by_name |= name == "input_ids" and asked.start_at_layer is not None  # what the stream is of
         if name in NAMES and not by_name:
             raise TypeError(f"{name} is the input itself, and an input is given: pass one of them")
@@ -295,7 +297,7 @@ def prepare(bridge: RunnableBridge, asked: Request) -> Inputs:
         TypeError: the input is none of what a run takes.
         ValueError: it is too long, or empty, or its mask does not fit; or something that the model needs is missing.
     """
-    kwargs = dict(asked.model_kwargs)
+    kwargs = with_past_named(asked.model_kwargs, accepted_by(bridge.core))
     taken = takes(bridge.core)
     if taken.needed:
         _check_needed(bridge.core, taken, kwargs)
@@ -306,7 +308,7 @@ def prepare(bridge: RunnableBridge, asked: Request) -> Inputs:
     tokens, mask = _taken_in(bridge, asked, kwargs, starts)
     length = (kwargs["inputs_embeds"] if tokens is None else tokens).shape[1]
     # What an encoder-decoder remembers is of its decoder: the encoder's tokens are all here.
-    past = None if bridge.core.config.is_encoder_decoder else kwargs.get("past_key_values")
+    past = None if bridge.core.config.is_encoder_decoder else past_of(kwargs)
     _check_further(bridge, kwargs, length, past)
     if mask is not None and not may_take(bridge.core, "attention_mask"):
         _refuse_padding(bridge, _checked_mask(mask, kwargs, length, past))
@@ -499,7 +501,7 @@ def _images_or_sound(
         return Inputs(kwargs, None, None)
     if isinstance(given := kwargs.get(taken.tokens), Tensor) and given.numel():
         check_ids(bridge.wiring.embedding, bridge.cfg, given, taken.tokens)
-        _check_length(bridge, given.shape[1], kwargs.get("past_key_values"))
+        _check_length(bridge, given.shape[1], past_of(kwargs))
     if kwargs.get("decoder_attention_mask") is not None:
         check_zero_or_one("decoder_attention_mask", kwargs["decoder_attention_mask"])
     return Inputs(kwargs, _decoder_tokens(bridge, kwargs), kwargs.get("decoder_attention_mask"))

@@ -37,7 +37,7 @@ from torch.nn.functional import cross_entropy
 
 from adapters.config import config_of
 from adapters.imports import is_checkpointed
-from adapters.inputs import gives_blocks_tokens, gives_cache, looks_for_padding, may_take, takes, takes_besides
+from adapters.inputs import gives_blocks_tokens, gives_cache, looks_for_padding, may_take, past_of, takes, takes_besides
 from adapters.points import learns_prompt, token_embedding
 from adapters.spread import refuse_context_parallel
 from bridge.hooks.context import (
@@ -171,9 +171,7 @@ class PreparedPass:
                 of_stream = {name: x for name, x in asked.model_kwargs.items() if name != "input_ids"}
                 asked = replace(asked, input=stands_in, model_kwargs=of_stream)
                 told = may_take(bridge.core, "use_cache")
-                if (
-                    told and asked.model_kwargs.get("past_key_values") is None
-                ):  # Whisper's decoder leaves it out with False
+                if told and past_of(asked.model_kwargs) is None:  # Whisper's decoder leaves it out with False
                     asked = _without_cache(bridge.core, asked)
             self.inputs = prepare(bridge, asked)
             if listening or "inputs_embeds" in self.inputs.kwargs:
@@ -351,7 +349,7 @@ def _result(bridge: RunnableBridge, output: Any, inputs: Inputs, return_type: st
     if return_type == "logits":
         return logits
     if return_type == "logits_and_cache":
-        return logits, output.past_key_values
+        return logits, past_of(output)
     if return_type == "predictions":
         return _predictions(bridge, logits, inputs)
     if "labels" in inputs.kwargs:

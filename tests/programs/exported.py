@@ -98,7 +98,7 @@ def test_logits_patterns_and_streams_with_and_without_interventions(format: str,
         inputs={"vector": torch.zeros(32), "strength": 1.0},
         path=tmp_path / "edited",
     )
-    read = ExportedModel.from_pretrained(tmp_path / "edited", **RUN.get(format, {}))
+    read = ExportedModel.from_pretrained(tmp_path / "edited", trust_remote_code=True, **RUN.get(format, {}))
     if plain is not None:
         plain.to(**RUN.get(format, {}))
         assert list(plain(**example)) == ["logits", *sorted(names, key=list(bridge.hook_dict).index)]
@@ -218,7 +218,7 @@ def test_from_the_command_line(format: str, tmp_path: Path, capsys: pytest.Captu
     arguments = ["export", "embedded", "--format", format, "--capture", name, "--steer", at, "--out", str(tmp_path)]
     assert main(arguments) == 0
     assert f"outputs  logits, {name}" in capsys.readouterr().out
-    exported = ExportedModel.from_pretrained(tmp_path)
+    exported = ExportedModel.from_pretrained(tmp_path, trust_remote_code=True)
     tokens = bridge.to_tokens(["The cat sat on the mat.", "Two of them went home again."], padding_side="right")
     vector = torch.randn(bridge.cfg.d_model)
     made = exported(input_ids=tokens, attention_mask=torch.ones_like(tokens), vector=vector, strength=torch.tensor(0.5))

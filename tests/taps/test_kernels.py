@@ -75,7 +75,7 @@ def test_windows_under_a_kernel_that_shows_nothing(flash_by_hand, kind, padded, 
         def run(how, bridge=bridge, **more):
             if past:
                 kept = DynamicCache()  # which knows no windows, and forgets nothing
-                bridge.original_model(TOKENS[:, :past], attention_mask=mask[:, :past], past_key_values=kept)
+                bridge(TOKENS[:, :past], attention_mask=mask[:, :past], past_key_values=kept)
                 more |= {"past_key_values": kept}
             return how(TOKENS[:, past:], attention_mask=mask, **more)
 

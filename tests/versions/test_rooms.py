@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -111,6 +112,38 @@ def test_generation(embedded: TransformerBridge) -> None:
     assert torch.equal(embedded.generate(tokens, **options), own)
     pieces = list(embedded.generate_stream(tokens, max_new_tokens=5, do_sample=False))
     assert torch.cat(pieces, -1)[0].tolist() == own[0, -sum(piece.shape[-1] for piece in pieces) :].tolist()
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+@torch.no_grad()
+def test_what_came_before_has_either_name(embedded: TransformerBridge, name: str) -> None:
+    tokens = embedded.to_tokens("When Mary and John went to the store")
+    whole, first = embedded(tokens), tokens[:, :4]
+    point = "blocks.1.hook_resid_pre"
+    after = embedded.run_with_cache(tokens, names_filter=point)[1][point][:, 4:]
+
+    def past() -> dict[str, Any]:
+        return {name: embedded(first, return_type="logits_and_cache")[1]}
+
+    rest = tokens[:, 4:]
+    seen = []
+    found = [
+        embedded(rest, **past()),
+        embedded.run_with_hooks(rest, fwd_hooks=[(point, lambda x, hook: seen.append(x.clone()))], **past()),
+        embedded.run_with_cache(rest, **past())[0],
+        embedded(after, start_at_layer=1, **past()),
+        embedded.program()(rest, use_cache=True, **past())["logits"],
+    ]
+    with embedded.trace(rest, **past()) as run:
+        seen.append(run[point].clone())
+    for logits in (*found, run.logits):
+        torch.testing.assert_close(logits, whole[:, 4:], atol=1e-4, rtol=1e-4)
+    for stream in seen:
+        torch.testing.assert_close(stream, after, atol=1e-4, rtol=1e-4)
+    made = embedded.generate(tokens, 3, do_sample=False, verbose=False)
+    assert torch.equal(embedded.generate(tokens, 3, do_sample=False, verbose=False, **past()), made)
+    with pytest.raises(TypeError, match="'cash'"):
+        embedded(rest, cash=past()[name])
 
 
 def test_generate_batch(embedded: TransformerBridge) -> None:
