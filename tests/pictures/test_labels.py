@@ -18,11 +18,22 @@ def test_different_texts_look_different(one, other):
 @given(odd)
 def test_nothing_is_unseen(text):
     shown = visible(text)
-    assert shown and shown.isprintable() and not any(character.isspace() for character in shown)
+    assert shown and shown.isprintable() and not any(each.isspace() and each != " " for each in shown)
+    assert "  " not in shown and shown == shown.strip()  # a space is one between two words
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"), [(" Mary", "·Mary"), ("a\n", "a↵"), ("\t", "⇥"), ("", "∅"), ("\xa0", "\\xa0"), ("日本", "日本")]
+    ("text", "shown"),
+    [
+        (" Mary", "·Mary"),
+        ("a\n", "a↵"),
+        ("\t", "⇥"),
+        ("", "∅"),
+        ("\xa0", "\\xa0"),
+        ("日本", "日本"),
+        ("a  b", "a··b"),
+        ("a b", "a b"),
+    ],
 )
 def test_some(text, shown):
     assert visible(text) == shown
