@@ -215,12 +215,12 @@ def said(found: dict[str, Any], transformers: str) -> Iterator[str]:
 
 HEAD = """# Versions
 
-What was measured, by `make matrix`: each row is an environment of its own, and each number is of tests that passed.
-The families are tiny and random: logits equal to Hugging Face's bit by bit, the cache, the pattern against the model's
-own, an edit against a plain torch hook, generated tokens, `verify`. The rooms are one use of each part of the library.
-The reference numbers are HookedTransformer's.
+Which versions work was measured by `make matrix`: each row is an environment of its own, and each number counts tests
+that passed. *Families*: tiny random models; logits equal to Hugging Face's bit by bit, the cache, the pattern against the
+model's own, an edit against a plain torch hook, generated tokens, `verify`. *Features*: one use of each part of the
+library. *Reference numbers*: HookedTransformer's.
 
-| transformers | torch | Python | families | rooms | reference numbers | part of the suite |
+| transformers | torch | Python | families | features | reference numbers | part of the suite |
 |---|---|---|---|---|---|---|"""
 TAIL = """Of torch, `2.13.0+cpu` is the build for CPUs. The others are the builds for CUDA, run on a CPU without CUDA's
 libraries: empty ones stand in their place (`benchmarks/without_cuda.py`).
@@ -229,22 +229,22 @@ What differs between versions is in `adapters/imports.py`, each difference with 
 What a version cannot do is refused by name when it is asked for: `export` needs transformers 5.23 and torch 2.11,
 loading with patches transformers 5.21, `generate_batch` 5.20, a gradient hook in a block with activation checkpointing
 5.23.
-Thirteen classes whose mixture or block was another before 5.15 or 5.21 (DeepSeek V3,
-Granite's mixtures, Moshi) are inferred there from a run; later ones are declared. What a version computes wrongly
-itself, `adapters.verify` says.
+In thirteen classes transformers 5.15 or 5.21 changed the mixture or the block (DeepSeek V3, Granite's mixtures, Moshi).
+In earlier versions their adapter is inferred from a run. If a version itself computes something wrongly,
+`adapters.verify` says so.
 
 From 5.24 on transformers calls the model's `past_key_values` by another name, `cache`. A run, a trace, a program and
-`generate` take both names, in every version. `generate_batch` refuses GPT-NeoX and others there, whose
-attention leaves out an argument that transformers' own paged cache asks for.
+`generate` take both names, in every version. From 5.24 on `generate_batch` refuses GPT-NeoX and others: their attention
+leaves out an argument that transformers' own paged cache asks for.
 
 Of the 32 things that two processes try (`tests/sharded`), all pass with torch 2.13.0; with torch 2.11.0 one does not
 (the gradients of Mixtral's parameters), with 2.8.0 three (`generate_batch`, `process_weights`, and adapters, which
-are refused anyway): each ends in an error of torch's own about meshes or placements, none in another number. Other
-versions of torch were not tried there.
+are refused anyway): each ends in an error of torch's own about meshes or placements, none in a wrong number. Other
+versions of torch were not tried with several processes.
 
-The lower bounds in `pyproject.toml` are the lowest version of each library with which all works, beside torch 2.13.0 or
-transformers 5.23.0, but what is named above. Both together work but for transformers' own mixtures on a CPU. What is
-between two rows was not measured.
+The lower bounds in `pyproject.toml` are the lowest versions with which all works except what is named above:
+transformers' beside torch 2.13.0, torch's beside transformers 5.23.0. Both lowest versions together work except for
+transformers' own mixtures on a CPU. Versions between two rows were not measured.
 """
 
 
