@@ -58,6 +58,7 @@ from bridge.hooks.context import (
     refuse_older_checkpointing,
     refuse_unknown_recomputation,
 )
+from bridge.hooks.parts import TouchesPart
 
 __all__ = ["HookPoint"]
 
@@ -286,7 +287,7 @@ class HookPoint(NamedPoint):
             if listener.scope in visible:
                 waits = listener.deferrable and not (copy or torch.is_grad_enabled() or x.is_inference())
                 if view.deferrable and (waits or (listener.partial and view.by_row)):
-                    listener.fn(Deferred(view, x, call), hook=self)
+                    listener.fn(Deferred(view, x, call, waits), hook=self)
                     continue
                 if view.identity:
                     act = x
@@ -389,7 +390,8 @@ class HookPoint(NamedPoint):
                 now.show(listener, act, self)
                 kept = True
             elif listener.kind == "follow":
-                new = listener.fn(act, hook=self)
+                # One that is shown a part puts it back where it stood: into a copy.
+                new = listener.fn(act.clone() if isinstance(listener.fn, TouchesPart) else act, hook=self)
             elif listener.kind == "leader":
                 new = listener.fn(now.run)
             if new is not None:
