@@ -301,12 +301,31 @@ def test_parts_of_a_trace_in_their_order(tokens, made):
     assert torch.equal(q, whole["q", 1]) and made == [(4, 9)]
     torch.testing.assert_close(head, whole["attn_scores", 1][:, [1]], atol=2e-6, rtol=0)
     torch.testing.assert_close(both, whole["pattern", 1], atol=2e-6, rtol=0)
-    with pytest.raises(PointNeverCameError), bridge.trace(tokens) as run:  # who listens was settled
-        run.part(SCORES, heads=1)
-        run.part(PATTERN, heads=1)
-    with pytest.raises(PointPassedError), bridge.trace(tokens) as run:
-        run["blocks.2.hook_resid_post"]
-        run.part(PATTERN, heads=1)
+
+
+def test_parts_that_a_trace_refuses(tokens):
+    bridge = TransformerBridge(tiny("llama"))
+
+    def traced(*names, **chosen):
+        with bridge.trace(tokens) as run:
+            for name in names:
+                run.part(name, **chosen)
+
+    with pytest.raises(PointNeverCameError):  # who listens was settled when the attention began
+        traced(SCORES, PATTERN, heads=1)
+    with pytest.raises(PointPassedError):
+        traced("blocks.2.attn.hook_z", PATTERN, heads=1)
+    with pytest.raises(IndexError):
+        traced(PATTERN, heads=4)
+    with pytest.raises(ValueError, match="neither heads"):
+        traced(PATTERN)
+    with pytest.raises(ValueError, match="no heads"):
+        traced("blocks.0.hook_resid_pre", heads=1)
+
+
+def test_parts_of_a_trace_elsewhere(tokens):
+    bridge = TransformerBridge(tiny("llama"))
+    _, whole = bridge.run_with_cache(tokens)
     z = whole["z", 1].clone()
     with torch.no_grad(), bridge.trace(tokens) as run:
         part = run.part("blocks.1.attn.hook_z", heads=2)
@@ -316,11 +335,12 @@ def test_parts_of_a_trace_in_their_order(tokens, made):
     expected = bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.attn.hook_z", lambda x, hook: z)])
     torch.testing.assert_close(run.logits, expected, atol=1e-5, rtol=1e-5)
     assert not torch.equal(after, whole["attn_out", 1])
-    for heads, error in ((4, IndexError), (None, ValueError)):
-        with pytest.raises(error), bridge.trace(tokens) as run:
-            run.part(PATTERN, heads=heads)
-    with pytest.raises(ValueError, match="no heads"), bridge.trace(tokens) as run:
-        run.part("blocks.0.hook_resid_pre", heads=1)
+    given = whole["resid_pre", 0].clone()
+    with torch.no_grad(), bridge.trace(given) as run:  # which the model goes on with as it is
+        run.part("blocks.0.hook_resid_pre", queries=2).zero_()
+    assert torch.equal(given, whole["resid_pre", 0])
+    given[:, 2] = 0
+    torch.testing.assert_close(run.logits, bridge(given), atol=1e-5, rtol=1e-5)
     steps = []
     with bridge.trace_generate(tokens[:1], max_new_tokens=2, do_sample=False) as run:
         for step in run.steps:
