@@ -327,6 +327,7 @@ class RunMethods(HookMethods, TokenMethods):
         layers: Sequence[int] | None = None,
         prepend_bos: bool | None = None,
         attention_mask: Int[Tensor, "batch pos"] | None = None,
+        max_bytes: int | None = None,
         **model_kwargs: Any,
     ) -> lenses.Reading:
         """What each layer would say next: the residual stream before it, and at the end, read as tokens.
@@ -337,7 +338,7 @@ class RunMethods(HookMethods, TokenMethods):
             input: a text, several texts, token ids, or tokens ``[pos]`` or ``[batch, pos]``.
             kind: ``"normed"``, through the final norm and the unembedding; ``"raw"``, through the unembedding alone; or
                 a `bridge.lens.TunedLens`.
-            pos_slice, layers, prepend_bos, attention_mask, model_kwargs: as for `bridge.lens`.
+            pos_slice, layers, prepend_bos, attention_mask, max_bytes, model_kwargs: as for `bridge.lens`.
 
         Raises:
             ValueError: an unknown kind or layer; a lens for another model.
@@ -349,7 +350,7 @@ class RunMethods(HookMethods, TokenMethods):
             >>> [bridge.to_single_str_token(int(token)) for token in top.tokens[-1, 0, 0, :1]]
             [' Paris']
         """
-        return lenses.lens(self, input, kind, pos_slice, layers, prepend_bos, attention_mask, **model_kwargs)
+        return lenses.lens(self, input, kind, pos_slice, layers, prepend_bos, attention_mask, max_bytes, **model_kwargs)
 
     # Hook points in a basis of the user's.
 
