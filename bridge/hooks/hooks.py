@@ -127,10 +127,13 @@ class HookPoint(NamedPoint):
 
     @staticmethod
     def _path_for(listeners: tuple[Listener, ...]) -> Callable[[HookPoint, Tensor, Call, bool, View], Tensor]:
-        kinds = {listener.kind for listener in listeners}
-        if kinds & {"bwd", "edge"}:
-            return HookPoint._edit_with_gradients
-        return HookPoint._edit if kinds - {"read"} else HookPoint._read
+        path = HookPoint._read
+        for listener in listeners:
+            if listener.kind in ("bwd", "edge"):
+                return HookPoint._edit_with_gradients
+            if listener.kind != "read":
+                path = HookPoint._edit
+        return path
 
     def layer(self) -> int:
         """The index of the block that the hook point belongs to.

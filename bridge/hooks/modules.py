@@ -290,7 +290,7 @@ def close(found: Tensor, right: Tensor) -> bool:
         found: the one.
         right: the other.
     """
-    least, most = (float(x) for x in right.aminmax())
+    least, most = (float(x) for x in right.detach().aminmax())
     tolerance = ROUNDING.get(right.dtype, 10 * torch.finfo(right.dtype).eps) * max(-least, most)
     if found.shape != right.shape:
         return False
