@@ -33,7 +33,9 @@ MAY_USE = {
         "adapters", "bridge.hooks", "bridge.interventions", "bridge.wiring", "bridge.run", "bridge.analysis",
         "bridge.cache", "bridge.bases",
     },
-    "bridge.trace": {"adapters", "bridge.hooks", "bridge.wiring", "bridge.run", "bridge.generation"},
+    "bridge.trace": {
+        "adapters", "bridge.hooks", "bridge.interventions", "bridge.wiring", "bridge.run", "bridge.generation",
+    },
     "bridge.export": {"adapters", "bridge.taps", "bridge.version"},
     "bridge.programs": {
         "adapters", "bridge.hooks", "bridge.interventions", "bridge.taps", "bridge.wiring", "bridge.run",
