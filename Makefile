@@ -64,6 +64,7 @@ $(CLIENTS)/.installed: $(STAMP) Makefile
 	$(CLIENTS)/bin/python -m pip install --quiet --no-deps lm-eval==0.4.13 evaluate jsonlines pytablewriter DataProperty mbstrdecoder \
 	    pathvalidate tabledata tcolorpy typepy rouge-score sacrebleu portalocker sqlitedict tqdm-multiprocess word2number \
 	    more-itertools nltk absl-py colorama tabulate
+	$(CLIENTS)/bin/python -m pip install --quiet --upgrade-strategy only-if-needed inspect_ai==0.3.285
 	touch $@
 
 # Repositories of other people, each at one revision, with TransformerLens 2.18 and with ours, in two processes: their numbers
