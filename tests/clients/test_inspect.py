@@ -34,7 +34,9 @@ class Bridge(ModelAPI):
 def accuracy(tmp_path):
     """How many of the prompts of indirect objects it continues with the right name."""
     samples = [Sample(input=one.text, target=one.answer.strip()) for one in prompts("ioi", 24)]
-    task = inspect_ai.Task(samples, solver=generate(), scorer=includes(), config=GenerateConfig(max_tokens=1, temperature=0))
+    task = inspect_ai.Task(
+        samples, solver=generate(), scorer=includes(), config=GenerateConfig(max_tokens=1, temperature=0)
+    )
 
     def of(model):
         (log,) = inspect_ai.eval(task, model=model, log_dir=str(tmp_path), display="none", max_samples=4)

@@ -1,6 +1,7 @@
-"""A pytest plugin for other people's tests: which passed, as a file; ours under TransformerLens' name where that is asked for.
+"""A pytest plugin for TransformerLens' tests: which passed, as a file; with ours under its name where WHOSE says so.
 
-`python -m pytest -p their_suite tests` with this folder on the path. Their package of tests is `tests`, too, so ours is not.
+`python -m pytest -p their_suite tests` with this folder on the path. Their package is `tests`, too: ours cannot be
+imported.
 """
 
 import json
@@ -24,9 +25,9 @@ _OUTCOMES: dict[str, str] = {}
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """The worst of a test's three parts is its outcome."""
-    if report.outcome != "passed" or report.when == "call":
-        if _OUTCOMES.get(report.nodeid) != "failed":
-            _OUTCOMES[report.nodeid] = "skipped" if hasattr(report, "wasxfail") else report.outcome
+    counts = report.outcome != "passed" or report.when == "call"
+    if counts and _OUTCOMES.get(report.nodeid) != "failed":
+        _OUTCOMES[report.nodeid] = "skipped" if hasattr(report, "wasxfail") else report.outcome
 
 
 def pytest_sessionfinish() -> None:

@@ -1,11 +1,14 @@
-"""Runs functions of one checkout, and stores numbers: `python -m tests.clients.programs NAME FOLDER FILE [ours [NOTEBOOK]]`."""
+"""Runs functions of one checkout, and stores numbers.
+
+`python -m tests.clients.programs NAME FOLDER FILE [ours [OPTIONS]]`.
+"""
 
 import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import json
 import sys
-from pathlib import Path
 from types import ModuleType
 from unittest.mock import MagicMock
 
@@ -45,8 +48,8 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def main(name: str, folder: str, file: str, whose: str = "theirs", cells: str | None = None) -> None:
-    """Runs one program, or a file of cells, with the one library or the other."""
+def main(name: str, folder: str, file: str, whose: str = "theirs", options: str = "{}") -> None:
+    """Runs one program with the one library or the other; `options` are those of its `numbers`, in JSON."""
     torch.set_num_threads(1)
     if whose == "ours":
         import bridge.legacy.as_transformer_lens  # noqa: F401  # before the program imports the other one
@@ -58,7 +61,7 @@ def main(name: str, folder: str, file: str, whose: str = "theirs", cells: str | 
     sys.path.insert(0, folder)
     program = importlib.import_module(f"tests.clients.programs.{name}")
     torch.manual_seed(0)
-    found = program.numbers() if cells is None else program.run(Path(folder) / cells)
+    found = program.numbers(**json.loads(options))
     torch.save({key: torch.as_tensor(value).detach().double() for key, value in found.items()}, file)
 
 

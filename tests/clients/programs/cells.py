@@ -1,7 +1,7 @@
 """Notebooks and `# %%` files as programs: each cell in turn, and the numbers that its names hold afterwards.
 
-Nothing is fetched: models are looked up in a small hub of random ones (`HF_HUB_CACHE`), saved weights are the model's own, and
-what only draws is replaced. A cell that stops is counted; it stops with the other library too, or the keys differ.
+Nothing is fetched: models are looked up in a small hub of random ones (`HF_HUB_CACHE`), saved weights are the model's
+own, and what only draws is replaced.
 """
 
 import json
@@ -10,17 +10,29 @@ import random
 import re
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import torch
 
+from tests.clients.programs import hub
 from tests.clients.programs.__main__ import Absent
 
 #: What draws, logs, or fetches; whether installed or not.
-PICTURES = ("IPython", "circuitsvis", "gdown", "ipywidgets", "neel_plotly", "plotly", "pysvelte", "torchtyping", "wandb", "dotenv")
+PICTURES = (
+    "IPython",
+    "circuitsvis",
+    "gdown",
+    "ipywidgets",
+    "neel_plotly",
+    "plotly",
+    "pysvelte",
+    "torchtyping",
+    "wandb",
+    "dotenv",
+)
 #: What HookedTransformer's `state_dict` has besides weights.
 _NOT_OURS = (".mask", ".IGNORE")
 #: Of a tensor, as many numbers as are compared.
@@ -82,34 +94,46 @@ def _stand_ins(names: dict) -> None:
         torch.save(names["model"].state_dict(), file)
         return str(file)
 
+    fetched = utils.download_file_from_hf
+
+    def weights(repo_name: str, *args: object, **options: object) -> object:
+        there = hub.place(repo_name).exists()
+        return fetched(repo_name, *args, **options) if there else names["model"].state_dict()
+
+    hub.offline()
     tqdm.notebook.tqdm = tqdm.tqdm
     huggingface_hub.hf_hub_download = saved
-    utils.download_file_from_hf = lambda *args, **options: names["model"].state_dict()
+    utils.download_file_from_hf = weights
     os.system = lambda command: 1
 
 
-def run(file: Path, skip: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
-    """Runs a file's cells, each after the same seed, and returns numbers by cell and name."""
+def numbers(file: str, skip: Sequence[int] = (), edits: Mapping[str, str] | None = None) -> dict[str, torch.Tensor]:
+    """Runs a file's cells, each after the same seed, and returns numbers by cell and name.
+
+    Args:
+        file: in the folder that is imported from.
+        skip: cells that are left out.
+        edits: what is written in the place of what.
+    """
     program = ModuleType("__main__")
     names = program.__dict__
-    names["__file__"] = str(file)
+    place = Path(sys.path[0]) / file
+    names["__file__"] = str(place)
     sys.modules["__main__"] = program
     _stand_ins(names)
-    os.chdir(file.parent)
-    sys.path.insert(0, str(file.parent))
+    os.chdir(place.parent)
+    sys.path.insert(0, str(place.parent))
     found, before = {}, {}
-    for i, cell in enumerate(cells_of(file)):
+    for i, cell in enumerate(cells_of(place)):
         if i in skip:
             continue
+        for old, new in (edits or {}).items():
+            cell = cell.replace(old, new)
         torch.manual_seed(i), np.random.seed(i), random.seed(i)
-        try:
-            exec(compile(cell, f"{file.name} [{i}]", "exec"), names)
-        except Exception as error:  # whatever a program of others stops with: it has to be the same with both
-            print(f"{file.name} [{i}]: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
-            found[f"{file.stem} [{i}] stops"] = torch.ones(1)
+        exec(compile(cell, f"{place.name} [{i}]", "exec"), names)
         for name, value in list(names.items()):
-            if name.startswith("_") or before.get(name, run) is value:
+            if name.startswith("_") or before.get(name, numbers) is value:
                 continue
             before[name] = value
-            found |= {f"{file.stem} [{i}] {key}": number for key, number in _numbers_of(name, value).items()}
+            found |= {f"[{i}] {key}": number for key, number in _numbers_of(name, value).items()}
     return found

@@ -22,12 +22,16 @@ OWN = {"SoLU_1L": 1, "SoLU_2L": 2, "SoLU_3L": 3, "Attn_Only_1L": 1, "Attn_Only_2
 REVISION = "0" * 40
 
 
+def place(name: str, folder: str | Path | None = None) -> Path:
+    """Where a repository's files are: in a hub's cache, that of HF_HUB_CACHE if none is given."""
+    return Path(folder or os.environ["HF_HUB_CACHE"], f"models--{name.replace('/', '--')}", "snapshots", REVISION)
+
+
 def _snapshot(folder: Path, name: str) -> Path:
-    repository = folder / f"models--{name.replace('/', '--')}"
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text(REVISION)
-    snapshot = repository / "snapshots" / REVISION
+    snapshot = place(name, folder)
     snapshot.mkdir(parents=True)
+    (snapshot.parent.parent / "refs").mkdir()
+    (snapshot.parent.parent / "refs" / "main").write_text(REVISION)
     return snapshot
 
 
@@ -78,7 +82,7 @@ def offline() -> None:
     import huggingface_hub
 
     def files(self, repo_id: str, **options: object) -> list[str]:
-        place = Path(os.environ["HF_HUB_CACHE"]) / f"models--{repo_id.replace('/', '--')}" / "snapshots" / REVISION
-        return sorted(str(file.relative_to(place)) for file in place.rglob("*") if file.is_file())
+        there = place(repo_id)
+        return sorted(str(file.relative_to(there)) for file in there.rglob("*") if file.is_file())
 
     huggingface_hub.HfApi.list_repo_files = files
