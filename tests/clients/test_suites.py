@@ -45,10 +45,9 @@ def passed(whose, python, folder, files, cache):
     """How many cases of each of their tests pass. (Some have random numbers for names.)"""
     outcomes = folder / f"{whose}.json"
     path = os.pathsep.join((str(HERE), str(HERE.parent.parent)))
-    given = {
+    given = hub.at(str(cache)) | {
         "WHOSE": whose,
         "OUTCOMES": str(outcomes),
-        "HF_HUB_CACHE": str(cache),
         "PYTHONPATH": path,
         "UNCHECKED": "1",
     }

@@ -11,6 +11,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -35,6 +36,8 @@ PICTURES = (
 )
 #: What HookedTransformer's `state_dict` has besides weights.
 _NOT_OURS = (".mask", ".IGNORE")
+#: What a cell may stop with that needs what is not here: data, a network, a model that was trained.
+STOPS = (AssertionError, KeyError, NameError, OSError, RuntimeError, TypeError)
 #: Of a tensor, as many numbers as are compared.
 KEPT = 2000
 
@@ -112,7 +115,7 @@ def numbers(file: str, skip: Sequence[int] = (), edits: Mapping[str, str] | None
 
     Args:
         file: in the folder that is imported from.
-        skip: cells that are left out.
+        skip: cells that may stop, whose numbers are not compared.
         edits: what is written in the place of what.
     """
     program = ModuleType("__main__")
@@ -125,15 +128,15 @@ def numbers(file: str, skip: Sequence[int] = (), edits: Mapping[str, str] | None
     sys.path.insert(0, str(place.parent))
     found, before = {}, {}
     for i, cell in enumerate(cells_of(place)):
-        if i in skip:
-            continue
         for old, new in (edits or {}).items():
             cell = cell.replace(old, new)
         torch.manual_seed(i), np.random.seed(i), random.seed(i)
-        exec(compile(cell, f"{place.name} [{i}]", "exec"), names)
+        with suppress(*STOPS) if i in skip else nullcontext():
+            exec(compile(cell, f"{place.name} [{i}]", "exec"), names)
         for name, value in list(names.items()):
             if name.startswith("_") or before.get(name, numbers) is value:
                 continue
             before[name] = value
-            found |= {f"[{i}] {key}": number for key, number in _numbers_of(name, value).items()}
+            if i not in skip:
+                found |= {f"[{i}] {key}": number for key, number in _numbers_of(name, value).items()}
     return found

@@ -77,6 +77,11 @@ def write(folder: Path, vocabulary: Path, layers: int = 12, heads: int = 12) -> 
         torch.save({key: value.clone() for key, value in state.items()}, snapshot / "model_final.pth")
 
 
+def at(folder: str) -> dict[str, str]:
+    """The environment in which this hub is asked; TransformerLens knows the older name."""
+    return dict.fromkeys(("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"), folder)
+
+
 def offline() -> None:
     """Lists a repository's files as its folder has them."""
     import huggingface_hub
