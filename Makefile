@@ -105,22 +105,11 @@ endif
 	.programs/reference/bin/python -m pip install --quiet torch==2.13.0 transformer-lens==2.18.0 'pyarrow<20' scikit-learn pytest
 	touch $@
 
-# TransformerLens' own tests, of 2.18 and of 4.3, with theirs and with ours: what passes there and not here is listed with its reason
-# in tests/clients/suites.toml. SUITES=FOLDER: `2.18/tests` and `4.3/tests` are there already; else 2.18's are those of its checkout
-# for `make programs`, and 4.3's those of its sdist. SUITES_REFERENCE=PYTHON: one that has TransformerLens 4.3 already.
-SUITES ?= $(CURDIR)/.suites
-SUITES_REFERENCE ?= $(CURDIR)/.peers/bin/python
-suites: $(STAMP) .programs/.checked_out $(if $(findstring $(CURDIR)/.suites,$(SUITES)),.suites/.fetched) \
-        $(if $(findstring $(CURDIR)/.peers,$(SUITES_REFERENCE)),.peers/.installed)
-	$(PROGRAMS_SET) SUITES=$(SUITES) SUITES_REFERENCE=$(SUITES_REFERENCE) \
-	    $(BIN)/python -m pytest -n 0 -rs tests/clients/test_suites.py -m clients
-
-.suites/.fetched: .programs/.checked_out
-	rm -rf .suites && mkdir -p .suites/2.18
-	cp -r $(PROGRAMS)/TransformerLens/tests .suites/2.18
-	$(BIN)/python -m pip download --quiet --no-deps --no-binary transformer-lens -d .suites transformer-lens==4.3.0
-	cd .suites && tar xzf transformer_lens-4.3.0.tar.gz && mv transformer_lens-4.3.0 4.3
-	touch $@
+# TransformerLens 2.18's own tests, with theirs and with ours: what passes there and not here is listed with its reason in
+# tests/clients/suites.toml. SUITES=FOLDER holds their `tests`; it is the checkout for `make programs`, otherwise.
+SUITES ?= $(PROGRAMS)/TransformerLens
+suites: $(STAMP) .programs/.checked_out
+	$(PROGRAMS_SET) SUITES=$(SUITES) $(BIN)/python -m pytest -n 0 -rs tests/clients/test_suites.py -m clients
 
 # vLLM's build for processors, beside .venv (some 3.5 GB; Python 3.11): an engine's tests, and its figures. What it brings
 # of torch's other packages is built for CUDA and does not fit.
@@ -272,4 +261,4 @@ $(REAL)/.fetched: $(STAMP)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(GPU) $(EXPORT) $(ENGINE) $(CLIENTS) $(PEER) .programs .suites .matrix build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(GPU) $(EXPORT) $(ENGINE) $(CLIENTS) $(PEER) .programs .matrix build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -48,7 +48,6 @@ NOTEBOOKS = {
     f"{ARENA}/part52_grokking_and_modular_arithmetic/solutions.py": (2, {
         2: "clones a repository", **dict.fromkeys((3, 4, 30, *range(44, 57)), "reads how a model was trained"),
     }),
-    f"{ARENA}/part41_indirect_object_identification/solutions.py": (12, {}),
 }  # fmt: skip
 EDITS = {"N_SAMPLES = 5000": "N_SAMPLES = 200"}
 #: Singular vectors have no sign: with `refactor_factored_attn_matrices`, queries, keys and values have none.
