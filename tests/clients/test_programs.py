@@ -40,7 +40,6 @@ NOTEBOOKS = {
         59: "loads checkpoints",
     }),
     f"{DEMOS}/Exploratory_Analysis_Demo.ipynb": (12, {32: "stacks the best heads of middle layers: there are none"}),
-    f"{DEMOS}/Activation_Patching_in_TL_Demo.ipynb": (2, {}),
     f"{DEMOS}/Head_Detector_Demo.ipynb": (12, {1: "uses a name that it does not define"}),
     f"{DEMOS}/ARENA_Content.ipynb": (2, {}),
     f"{DEMOS}/Othello_GPT.ipynb": (2, {}),

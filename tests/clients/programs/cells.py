@@ -37,7 +37,7 @@ PICTURES = (
 #: What HookedTransformer's `state_dict` has besides weights.
 _NOT_OURS = (".mask", ".IGNORE")
 #: What a cell may stop with that needs what is not here: data, a network, a model that was trained.
-STOPS = (AssertionError, KeyError, NameError, OSError, RuntimeError, TypeError)
+STOPS = (AssertionError, LookupError, NameError, OSError, RuntimeError, TypeError, ValueError)
 #: Of a tensor, as many numbers as are compared.
 KEPT = 2000
 
