@@ -241,7 +241,8 @@ def _said_of_rows(bridge: RunnableBridge, like: Tensor | None, padding: float | 
             together, alone = logits(whole, mask), logits(whole[1:, mine], mask[1:, mine])
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError) as error:
             why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
-            return f"whether {name} continues {one} of a batch as it would be alone could not be tried ({why})"
+            said = f"whether {name} continues {one} of a batch as it would be alone could not be tried ({why})"
+            return "" if padding is None else said
     off = float((together - alone).norm() / alone.norm().clamp_min(1e-30))
     right = off <= (1e-3 if core.dtype in (torch.float32, torch.float64) else 0.05)
     return "" if right else f"{name} continues {one} of a batch otherwise than alone (its logits are off by {off:.2g})"

@@ -8,6 +8,7 @@ from transformers import BloomConfig, BloomForCausalLM, GPTJConfig, GPTJForCausa
 
 from bridge import TransformerBridge
 from bridge.generation import batch
+from bridge.generation.packed import is_wrong
 from bridge.interventions import Add, Probe, Scale, Set
 from tests.adapters.unknown_classes.parts import randomised
 from tests.adapters.unknown_classes.plain_modules import HundredLines
@@ -155,6 +156,18 @@ def test_healthy_requests_beside_hostile_ones(family):
 @pytest.mark.parametrize("family", [*FAMILIES, *SEEING])
 def test_healthy_requests_beside_many_hostile_ones(family):
     compare(family, seeds(2000))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_what_is_no_number_is_found_among_numbers_whose_sum_is_none(dtype):
+    large = torch.full((64,), torch.finfo(dtype).max, dtype=dtype)
+    inf = float("inf")
+    for values, wrong, wrong_beside_masks in (
+        (large, False, False), (-large, False, False), (large * 0, False, False),
+        (torch.tensor([1.0, inf], dtype=dtype), True, True), (torch.tensor([1.0, -inf], dtype=dtype), True, False),
+        (torch.tensor([inf, -inf], dtype=dtype), True, True), (torch.tensor([float("nan")], dtype=dtype), True, True),
+    ):  # fmt: skip
+        assert is_wrong(values) == wrong and is_wrong(values, masks=True) == wrong_beside_masks
 
 
 def test_an_end_for_no_number_names_the_point_and_the_step():
