@@ -19,7 +19,7 @@ real: $(REAL)/.fetched
 	$(BIN)/python -m pytest tests/real tests/examples -m real
 
 # Kills a harvest at fifty random moments, reads a thousand damaged files of each kind, and other tests that take minutes: with
-# Ray, a server of S3's protocol, torch's compiler.
+# Ray, a server of S3's protocol, torch's compiler. `SEEDS=2000:4000 make slow`: other random batches and padded rows.
 slow: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[ray]' s3fs 'moto[server,s3]' webdataset
 	UNCHECKED=1 $(BIN)/python -m pytest tests/harvest tests/loading -m slow
