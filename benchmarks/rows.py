@@ -9,11 +9,14 @@ from __future__ import annotations
 import copy
 import importlib.util
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from greenlet import getcurrent, greenlet
+from torch.autograd.graph import get_gradient_edge
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from adapters import verify
@@ -164,6 +167,38 @@ def places(model: Any, bridge: TransformerBridge, kept: list[Any]) -> Hooks:
     return found
 
 
+def nodes(model: Any, bridge: TransformerBridge, names: list[str], kept: list[Any]) -> Hooks:
+    """Hooks at the same places, with a node of the graph for each hook point there: what torch takes for these alone.
+
+    A gradient at a hook point is that of what reads the tensor from here on, so each has a node of its own.
+
+    Args:
+        model, bridge, kept: as for `places`.
+        names: of the hook points.
+    """
+
+    def through(x: Any, number: int) -> Any:
+        if not (isinstance(x, torch.Tensor) and x.requires_grad):
+            return x
+        for _ in range(number):
+            x = x.view_as(x)
+            kept.append((get_gradient_edge(x), x.detach()))
+        return x
+
+    def rest(x: Any, number: int) -> Any:
+        return (through(x[0], number), *x[1:]) if isinstance(x, tuple) and x else through(x, number)
+
+    found: Hooks = []
+    for site, number in Counter(bridge.hook_dict[name].point.site for name in names).items():
+        if site.kind == "input":
+            where = model.get_submodule(site.path)._forward_pre_hooks
+            found.append((where, lambda m, a, number=number: rest(a, number)))
+        elif site.kind == "output":
+            where = model.get_submodule(site.path)._forward_hooks
+            found.append((where, lambda m, a, o, number=number: rest(o, number)))
+    return found
+
+
 def with_hooks(hooks: Hooks, run: Callable[[], Any]) -> None:
     """A run with the hooks put into torch's own dictionaries: torch's handles would cost more than the hooks."""
     for number, (where, hook) in enumerate(hooks):
@@ -222,11 +257,22 @@ def backward(make: Callable[..., Any], shape: tuple[int, int], device: str) -> J
         wanted = [x for x in found if isinstance(x, torch.Tensor) and x.requires_grad]
         return found, torch.autograd.grad(loss[0], wanted, allow_unused=True)  # none of parameters, as ours
 
+    noded: list[Any] = []
+    hooks_with_nodes = nodes(hf, bridge, names, noded)
+
+    def null() -> Any:
+        loss: list[torch.Tensor] = []
+        with_hooks(hooks_with_nodes, lambda: loss.append(hf(tokens, labels=tokens).loss))
+        found = list(noded)
+        noded.clear()
+        return found, torch.autograd.grad(loss[0], [edge for edge, _ in found], allow_unused=True)
+
     def ours(chosen: list[str] | None) -> Any:
         return bridge.run_with_cache(tokens, names_filter=chosen, return_type="loss", incl_bwd=True)
 
     return {
         "floor: plain hooks that keep tensors and gradients": floor,
+        "null: the same, with a node of the graph for each hook point": null,
         "forward and backward": plain,
         "`incl_bwd`, the same places": lambda: ours(names),
         "`incl_bwd`, everything, with scores and patterns": lambda: ours(None),
@@ -247,6 +293,19 @@ def traces(make: Callable[..., Any], shape: tuple[int, int], device: str) -> Job
         handle.remove()
         return seen
 
+    def in_turns() -> list[Any]:
+        main = getcurrent()
+
+        def show(module: Any, args: Any, output: Any) -> None:
+            given = output.clone() if isinstance(output, torch.Tensor) else output[0].clone()
+            main.switch(given)
+            torch.equal(given, output if isinstance(output, torch.Tensor) else output[0])
+
+        work = greenlet(lambda: with_hooks([(block._forward_hooks, show) for block in blocks], lambda: hf(tokens)))
+        seen = [work.switch() for _ in blocks]
+        work.switch()
+        return seen
+
     def asked(some: list[str]) -> list[Any]:
         with bridge.trace(tokens) as run:
             return [run[name] for name in some]
@@ -262,6 +321,7 @@ def traces(make: Callable[..., Any], shape: tuple[int, int], device: str) -> Job
         "`run_with_hooks`, one point": lambda: bridge.run_with_hooks(tokens, fwd_hooks=[(names[middle], _same)]),
         "a trace that asks for nothing": lambda: asked([]),
         "a trace, one point": lambda: asked(names[middle : middle + 1]),
+        "null: in each layer a copy, a switch to another greenlet and back, and a comparison": in_turns,
         "a trace, every layer": lambda: asked(names),
         "a trace, every layer by `capture`": captured,
     }
@@ -380,12 +440,21 @@ def head_attribution(device: str) -> Jobs:
         written = torch.einsum("lbhd,lhdm->lhbm", last, weight).flatten(0, 1)
         return ((written - written.mean(-1, keepdim=True)) / scale).to(direction.dtype) @ direction
 
+    def by_layer() -> torch.Tensor:
+        made = z[0].new_empty(12, 12, 1, 768)
+        for x, block, out in zip(z, hf.transformer.h, made, strict=True):
+            torch.bmm(x[:, -1].transpose(0, 1), block.attn.c_proj.weight.view(12, 64, 768), out=out)
+        written = made.flatten(0, 1)
+        return ((written - written.mean(-1, keepdim=True)) / scale).to(direction.dtype) @ direction
+
     def ours() -> torch.Tensor:
         return cache.logit_attrs(cache.stack_head_results(pos_slice=-1), 5, pos_slice=-1)
 
     atol, rtol = (1e-5, 1e-4) if hf.dtype == torch.float32 else (5e-3, 0.05)
     torch.testing.assert_close(ours(), by_hand(), atol=atol, rtol=rtol, check_dtype=False)
-    return {"by hand": by_hand, "`logit_attrs(stack_head_results(pos_slice=-1))`": ours}
+    torch.testing.assert_close(by_layer(), by_hand(), atol=atol, rtol=rtol, check_dtype=False)
+    null = "null: by hand, with the model's own weights in place of a stack of them that is there"
+    return {"by hand": by_hand, null: by_layer, "`logit_attrs(stack_head_results(pos_slice=-1))`": ours}
 
 
 def many_hooks(device: str) -> Jobs:

@@ -14,6 +14,7 @@ import copy
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -29,7 +30,7 @@ from bridge.hooks.arguments import BatchAxisError, refuse_wrong_types, shown
 from bridge.hooks.asked import StudiedBridge
 from bridge.hooks.modules import Written, written_to
 from bridge.hooks.names import act_name, suggestion
-from bridge.hooks.parts import entries_of, picked
+from bridge.hooks.parts import KeptHeads, entries_of, picked
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,8 @@ class ActivationCache(ResidualMethods):
 
     #: Each row was run with adapters of its own (PEFT).
     mixes_adapters = False
+    #: Of which hook points it holds some heads alone, by canonical name.
+    kept_heads: Mapping[str, KeptHeads] = MappingProxyType({})
 
     @refuse_wrong_types
     def __init__(self, cache_dict: dict[str, Any], model: StudiedBridge | None, has_batch_dim: bool = True) -> None:
@@ -245,6 +248,8 @@ class ActivationCache(ResidualMethods):
         if found is None:
             known = self._axes(name.removesuffix("_grad")) is not None
             reason = "it was not asked for, or did not run" if known else "no hook point has this name"
+            if (some := self.kept_heads.get(name)) is not None:
+                reason = f"it holds the heads {list(some.heads)} alone: cache.part({name!r}, heads={some.heads[0]})"
             raise KeyError(f"{name!r} is not in the cache: {reason}.{suggestion(name, self._values)}")
         return found
 
@@ -269,6 +274,7 @@ class ActivationCache(ResidualMethods):
             heads, queries, keys: an index (the axis goes), a tuple ``(start, stop)``, a slice, or a list; None: all.
 
         Raises:
+            KeyError: the cache does not hold it, or holds other heads.
             ValueError: the activation has no such axis.
             IndexError: there are no such heads, queries or keys, or none are chosen.
             TypeError: an index is no whole number, nor several in a row, nor a slice.
@@ -296,6 +302,11 @@ class ActivationCache(ResidualMethods):
                 if not found:
                     raise ValueError(f"{full} has the axes [{' '.join(axes)}], and no {what} among them")
                 asked[found[0]] = what, plain(index)
+        if (some := self.kept_heads.get(full)) is not None and full not in self._values:
+            axis = some.axis - (not self.has_batch_dim)
+            _, chosen = asked.get(axis, ("heads", None))
+            places = some.within(chosen)
+            asked[axis], full = ("heads", places[0] if isinstance(chosen, int) else places), some.name
         held = self._values.get(full)
         heads, queries = (asked[axis][1] if axis in asked else None for axis in (1, 2))
         made = held.part(full, heads, queries) if isinstance(held, Deferred) else None

@@ -308,6 +308,8 @@ class Reading:
         mask: ``[batch, pos]``, 0 where a shorter prompt is padded (in front); None: nowhere.
         n_layers: how many layers the model has.
         d_vocab: how many tokens there are.
+        max_bytes: about how much memory logits, and what is made of them, may take at once, some positions after the
+            other (one at least); None: what is quick. `logits` and `stack` return as much as they return.
     """
 
     streams: Float[Tensor, "layer batch pos d_model"]
@@ -316,6 +318,7 @@ class Reading:
     mask: Int[Tensor, "batch pos"] | None
     n_layers: int
     d_vocab: int
+    max_bytes: int | None = None
 
     @property
     def labels(self) -> list[str]:
@@ -366,7 +369,7 @@ class Reading:
             token: its id.
         """
         self._check(token)
-        return self._gather(lambda logits: logits.softmax(-1)[..., token])
+        return self._gather(lambda logits: logits.softmax(-1)[..., token].clone())  # a view would keep all tokens
 
     @refuse_wrong_types
     def ranks(self, token: int) -> Int[Tensor, "layer batch pos"]:
@@ -384,7 +387,8 @@ class Reading:
         rows = []
         for layer, stream in zip(self.layers, self.streams, strict=True):
             parts = []
-            for part, end in zip(self._parts(stream), self._parts(self.streams[-1]), strict=True):
+            ends = self._parts(self.streams[-1], copies=7)
+            for part, end in zip(self._parts(stream, copies=7), ends, strict=True):
                 right = self.decode(end, last).double().log_softmax(-1)
                 found = self.decode(part, layer).double().log_softmax(-1)
                 parts.append((right.exp() * (right - found)).sum(-1))
@@ -404,9 +408,14 @@ class Reading:
             ]
         )
 
-    def _parts(self, stream: Float[Tensor, "batch pos d_model"]) -> Iterator[Tensor]:
-        width = max(1, MOST_LOGITS // (stream.shape[0] * self.d_vocab))
-        yield from stream.split(width, 1)
+    def _parts(self, stream: Float[Tensor, "batch pos d_model"], copies: int = 3) -> Iterator[Tensor]:
+        """Some positions after the other: beside their logits so many copies in float64 fit in."""
+        of_position = stream.shape[0] * self.d_vocab
+        if self.max_bytes is None:
+            width = MOST_LOGITS // of_position
+        else:
+            width = self.max_bytes // (of_position * (stream.element_size() + 8 * copies))
+        yield from stream.split(max(1, width), 1)
 
 
 def _top(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -472,6 +481,7 @@ def lens(
     layers: Sequence[int] | None = None,
     prepend_bos: bool | None = None,
     attention_mask: Int[Tensor, "batch pos"] | None = None,
+    max_bytes: int | None = None,
     **model_kwargs: Any,
 ) -> Reading:
     """Reads the residual stream before each layer, and at the end, as next tokens.
@@ -489,6 +499,7 @@ def lens(
         layers: streams before which layers, from 0; ``n_layers`` is the end; None: all.
         prepend_bos: begin texts with BOS; None: as the bridge does.
         attention_mask: for tokens: 1 for tokens and 0 for padding.
+        max_bytes: about how much memory the reading's logits may take at once (see `Reading`).
         model_kwargs: what else the model takes with the input, such as ``pixel_values=``.
 
     Returns:
@@ -510,6 +521,8 @@ def lens(
         [' Paris', ' Rome']
     """
     refuse_no_stream(bridge)
+    if max_bytes is not None:
+        check_positive("max_bytes", max_bytes)
     n = bridge.cfg.n_layers
     chosen = tuple(range(n + 1)) if layers is None else tuple(layer + n + 1 if layer < 0 else layer for layer in layers)
     if not chosen or any(not 0 <= layer <= n for layer in chosen) or len(set(chosen)) < len(chosen):
@@ -539,8 +552,13 @@ def lens(
     if mask is not None and pos_slice is not None:
         chosen_positions = slice(*pos_slice) if isinstance(pos_slice, tuple) else pos_slice
         mask = mask[:, [chosen_positions] if isinstance(chosen_positions, int) else chosen_positions]
-    streams = torch.stack([cache[at[layer]] for layer in chosen])
-    return Reading(streams, chosen, decode, mask, n, bridge.cfg.d_vocab_out)
+    held = dict(cache)
+    del cache
+    first = held[at[chosen[0]]]
+    streams = first.new_empty((len(chosen), *first.shape))
+    for place, layer in enumerate(chosen):
+        streams[place] = held.pop(at[layer])  # each goes as it is copied: two of all would be the most there is
+    return Reading(streams, chosen, decode, mask, n, bridge.cfg.d_vocab_out, max_bytes)
 
 
 def _raw(bridge: RunnableBridge) -> Callable[[Tensor, int], Tensor]:

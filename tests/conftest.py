@@ -2,7 +2,9 @@
 
 import gc
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -127,6 +129,38 @@ def torch_hooks(model: torch.nn.Module) -> int:
         len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) + ("forward" in m.__dict__)
         for m in model.modules()
     )
+
+
+def seeds(count: int) -> range:
+    """The seeds of a slow test: so many, or those that the environment names (`SEEDS=2000:4000`)."""
+    first, last = os.environ.get("SEEDS", f"0:{count}").split(":")
+    return range(int(first), int(last))
+
+
+@contextmanager
+def beside(*runs: Callable[[], torch.Tensor], every: float = 0.005) -> Iterator[None]:
+    """Another thread makes runs meanwhile, again and again: each result is, bit by bit, what it was before."""
+    with torch.no_grad():
+        right = [run() for run in runs]
+    wrong: list[object] = []
+    ends = threading.Event()
+
+    def goes_on() -> None:
+        while not ends.wait(every):
+            try:
+                with torch.no_grad():
+                    wrong.extend(i for i, run in enumerate(runs) if not torch.equal(run(), right[i]))
+            except Exception as error:  # noqa: BLE001 - whatever it is, no other thread may cause it
+                wrong.append(error)
+
+    thread = threading.Thread(target=goes_on)
+    thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        thread.join()
+    assert not wrong, wrong[:3]
 
 
 @pytest.fixture(autouse=True)

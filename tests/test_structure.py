@@ -33,7 +33,9 @@ MAY_USE = {
         "adapters", "bridge.hooks", "bridge.interventions", "bridge.wiring", "bridge.run", "bridge.analysis",
         "bridge.cache", "bridge.bases",
     },
-    "bridge.trace": {"adapters", "bridge.hooks", "bridge.wiring", "bridge.run", "bridge.generation"},
+    "bridge.trace": {
+        "adapters", "bridge.hooks", "bridge.interventions", "bridge.wiring", "bridge.run", "bridge.generation",
+    },
     "bridge.export": {"adapters", "bridge.taps", "bridge.version"},
     "bridge.programs": {
         "adapters", "bridge.hooks", "bridge.interventions", "bridge.taps", "bridge.wiring", "bridge.run",
@@ -96,6 +98,7 @@ MUTABLE = {
     ("adapters/registry.py", "_loaded"): "whether other packages' families are in the registry",
     ("adapters/registry.py", "_LOADING"): "held while they are imported",
     ("bridge/generation/batch.py", "_PROVED"): "what was found of each model that is there, and goes with it",
+    ("bridge/generation/options.py", "_SAID"): "what was found of each model's rows, and goes with it",
     ("bridge/generation/batch.py", "_TURN"): "held while a pass is under way that has a configuration say other things",
     (
         "bridge/programs/compiled.py",

@@ -132,12 +132,13 @@ class Deferred:
         view: one that is `deferrable`.
         x: the tensor at its site.
         call: the call that it came from.
+        waits: whether it may be computed later than now.
     """
 
-    __slots__ = ("_seen", "call", "view", "x")
+    __slots__ = ("_seen", "call", "view", "waits", "x")
 
-    def __init__(self, view: View, x: Tensor, call: Call) -> None:
-        self.view, self.x, self.call = view, x, call
+    def __init__(self, view: View, x: Tensor, call: Call, waits: bool = True) -> None:
+        self.view, self.x, self.call, self.waits = view, x, call, waits
         self._seen = self._versions()
 
     def _versions(self) -> tuple[int, ...]:
@@ -168,6 +169,14 @@ class Deferred:
         """Of what it is computed from, row by row."""
         return tuple(self.x.shape)
 
+    def of_heads(self, heads: Tensor) -> Deferred | None:
+        """The same of some heads of scores or a pattern; None: they cannot be computed alone.
+
+        Args:
+            heads: which, in ascending order, on the CPU.
+        """
+        return None
+
     def part(self, name: str, heads: Any, queries: Any) -> Tensor | None:
         """Some heads and queries of scores or a pattern, all axes there; None: it cannot be computed in parts.
 
@@ -176,6 +185,18 @@ class Deferred:
             heads, queries: what these axes are indexed with; None: all.
         """
         return None
+
+    def check(self, name: str) -> None:
+        """Refuses to compute it from other numbers.
+
+        Args:
+            name: of the hook point, for the error.
+
+        Raises:
+            RuntimeError: what it is computed from was changed in place since.
+        """
+        if self._versions() != self._seen:
+            raise RuntimeError(f"{name} cannot be computed any more: what it is made from was changed in place")
 
     def value(self, name: str, rows: slice | Tensor | None = None) -> Tensor:
         """The activation.
@@ -187,8 +208,7 @@ class Deferred:
         Raises:
             RuntimeError: what it is computed from was changed in place since.
         """
-        if self._versions() != self._seen:
-            raise RuntimeError(f"{name} cannot be computed any more: what it is made from was changed in place")
+        self.check(name)
         with torch.inference_mode(self.x.is_inference()), torch.no_grad():  # as in the run
             return self.view.get(self._at_site(rows), self.call)
 

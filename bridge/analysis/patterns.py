@@ -49,7 +49,8 @@ class PatternStatistics:
         if top < 0:
             raise ValueError(f"top is {top}; it must be 0 or more")
         self.keys, self.top = list(keys), top
-        self._pieces: dict[str, list[tuple[Tensor, ...]]] = {}
+        self._held: dict[str, list[Tensor]] = {}
+        self._n_queries: dict[str, int] = {}
         self._run: object = None
         self.received: dict[str, Float[Tensor, "batch head key_pos"]] = {}
 
@@ -79,15 +80,35 @@ class PatternStatistics:
             )
         self._run = run
         top = wide.topk(self.top, -1)
-        self.received[point.name] = received if known is None else known + received
+        if known is None:
+            self.received[point.name] = received
+        else:
+            known += received  # in place: a new sum in the room of each piece would leave none for the next
         found = (torch.special.entr(wide).sum(-1), wide[..., self.keys], top.indices, top.values)
-        self._pieces.setdefault(point.name, []).append(found)
+        self._put(point.name, found, max(length, pattern.shape[2]))
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_run": None}  # a run is none of what it has found
 
+    def _put(self, name: str, found: tuple[Tensor, ...], room: int) -> None:
+        """Puts what was found of some queries behind what was found of those before.
+
+        Tensors that stay, one for each piece, would stand in the room that the piece before has left, and the next
+        piece would not fit into what is left of it: the process would hold as much as of a whole pattern.
+        """
+        before, end = self._n_queries.get(name, 0), self._n_queries.get(name, 0) + found[0].shape[2]
+        held = self._held.get(name)
+        if held is None or held[0].shape[2] < end:
+            more = [x.new_empty((*x.shape[:2], max(room, 2 * before, end), *x.shape[3:])) for x in found]
+            for new, old in zip(more, held or (), strict=held is not None):
+                new[:, :, :before] = old[:, :, :before]
+            held = self._held[name] = more
+        for whole, piece in zip(held, found, strict=True):
+            whole[:, :, before:end] = piece
+        self._n_queries[name] = end
+
     def _joined(self, which: int) -> dict[str, Tensor]:
-        return {name: torch.cat([piece[which] for piece in pieces], 2) for name, pieces in self._pieces.items()}
+        return {name: held[which][:, :, : self._n_queries[name]] for name, held in self._held.items()}
 
     @property
     def entropy(self) -> dict[str, Float[Tensor, "batch head pos"]]:

@@ -15,6 +15,8 @@ from bridge.hooks.arguments import check_choice, refuse_wrong_types
 from bridge.hooks.context import HookFunction
 from bridge.hooks.hooks import Handle, HookPoint
 from bridge.hooks.names import NamesFilter
+from bridge.interventions.operations import Index
+from bridge.interventions.touching import Touching
 from bridge.run import tokenization
 from bridge.run.recorder import PosSlice, caching_functions
 from bridge.run.tokenization import Batch, TextOptions, TokenError, TokenizerFacts, Tokens
@@ -41,6 +43,9 @@ class AddsHooks:
         prepend: bool = False,
         *,
         hook_fn: HookFunction | None = None,
+        heads: Index = None,
+        queries: Index = None,
+        keys: Index = None,
     ) -> list[Handle]:
         """Adds a function to hook points, for all runs, of any thread, until it is removed.
 
@@ -49,6 +54,8 @@ class AddsHooks:
             hook: called as ``hook(activation, hook=point)``.
             dir, is_permanent, level, prepend: as for `HookPoint.add_hook`.
             hook_fn: another name of `hook`.
+            heads, queries, keys: which alone it is shown, and may change, as by `bridge.interventions.Touching`: of
+                scores and patterns no others are made. None: all.
 
         Returns:
             A handle for each hook point, with `remove()`.
@@ -64,6 +71,8 @@ class AddsHooks:
         assert function is not None
         if isinstance(function, str | HookPoint):
             raise TypeError(f"add_hook takes the hook point first, then the function: add_hook({function!r}, function)")
+        if not (heads is None and queries is None and keys is None):
+            function = Touching(function, heads=heads, queries=queries, keys=keys)
         handles: list[Handle] = []
         try:
             for point in self.select_hooks(name):

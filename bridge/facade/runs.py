@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -19,6 +19,8 @@ from bridge.facade.hooks import HookMethods, TokenMethods
 from bridge.hooks.context import Listener, Scope
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import NamesFilter, named_one_by_one
+from bridge.hooks.parts import KeptHeads, entries_of
+from bridge.interventions.operations import Index, axis_of, kept_index
 from bridge.run.inputs import HookSpec, Input, Request
 from bridge.run.recorder import ActivationRecorder, PosSlice, watching
 from bridge.run.run import check_specs, clear_all_contexts, hooked, lm_loss, points_of_run, run_model, runs_some_layers
@@ -99,7 +101,7 @@ class RunMethods(HookMethods, TokenMethods):
         *,
         return_cache_object: bool = True,
         remove_batch_dim: bool = False,
-        names_filter: NamesFilter | HookPoint = None,
+        names_filter: NamesFilter | HookPoint | Mapping[str, Index] = None,
         incl_bwd: bool = False,
         pos_slice: PosSlice = None,
         device: torch.device | str | None = None,
@@ -114,7 +116,9 @@ class RunMethods(HookMethods, TokenMethods):
             return_cache_object: an `ActivationCache` rather than a plain dictionary.
             remove_batch_dim: drop the batch axis of a single prompt.
             names_filter: which hook points: a name or alias, a list of them, a function of the name; None: all but the
-                heavy ones that are not switched on by the ``set_use_*`` methods.
+                heavy ones that are not switched on by the ``set_use_*`` methods. From names to heads
+                (``{"blocks.5.attn.hook_pattern": [1, 6]}``; None: all): of these heads alone, which `ActivationCache.
+                part` gives; of scores and patterns, no others are made.
             incl_bwd: also run the loss (``return_type="loss"``) backward and keep gradients, under name + ``_grad``.
                 No parameter's ``.grad`` is touched.
             pos_slice: which positions to keep (of the queries, for scores and patterns): an index, a slice, a tuple
@@ -131,7 +135,9 @@ class RunMethods(HookMethods, TokenMethods):
         Raises:
             UnknownHookError: a name that no hook point has.
             ValueError: a filter that matches nothing; a hook point outside of the layers that run; gradients of
-                something that is no single number.
+                something that is no single number; heads of an activation without any, with `incl_bwd`, or without
+                `reset_hooks_end`.
+            IndexError: there are no such heads.
             RuntimeError: a named hook point did not run; or a cached tensor was changed in place afterwards.
 
         Example:
@@ -141,10 +147,19 @@ class RunMethods(HookMethods, TokenMethods):
             >>> cache["resid_pre", 0].shape[-1] == bridge.cfg.d_model
             True
         """
+        heads: dict[HookPoint, KeptHeads] = {}
+        if isinstance(names_filter, Mapping):
+            if incl_bwd or not reset_hooks_end:
+                raise ValueError(
+                    "of some heads, a cache has no gradients, and no hooks that stay: give names alone, or add a hook "
+                    "with heads="
+                )
+            heads = self._kept_heads(names_filter)
+            names_filter = list(names_filter)
         points = self.points_of_run(names_filter, forward_kwargs)
         part = runs_some_layers(forward_kwargs)
         recorder = ActivationRecorder(
-            points, pos_slice, device, incl_bwd, check=not part, everything=names_filter is None
+            points, pos_slice, device, incl_bwd, check=not part, everything=names_filter is None, heads=heads
         )
         with recorder.attached(self.wiring):
             output = self.forward(input, **forward_kwargs)
@@ -152,6 +167,7 @@ class RunMethods(HookMethods, TokenMethods):
                 recorder.backward(output)
         cache = cache_of_run(recorder.finish(named_one_by_one(names_filter)), self)
         cache.mixes_adapters = forward_kwargs.get("adapter_names") is not None
+        cache.kept_heads = {hook.name: some for hook, some in heads.items()}
         if remove_batch_dim:
             cache.remove_batch_dim()
         if not reset_hooks_end:
@@ -161,6 +177,19 @@ class RunMethods(HookMethods, TokenMethods):
         if clear_contexts:
             clear_all_contexts(self)
         return output, cache if return_cache_object else cache.cache_dict
+
+    def _kept_heads(self, chosen: Mapping[str, Index]) -> dict[HookPoint, KeptHeads]:
+        """Which heads of hook points are asked for, where not all are."""
+        found: dict[HookPoint, KeptHeads] = {}
+        for name, index in chosen.items():
+            if index is not None:
+                hook = self.names.find(name)
+                axis = axis_of("heads", hook)
+                said = hook.point.axes.split()[axis]
+                n = self.cfg.n_heads if said == "n_heads" else self.cfg.n_kv_heads if not said.isdigit() else int(said)
+                heads = tuple(sorted(set(entries_of("heads", kept_index("heads", index), n, hook.name))))
+                found[hook] = KeptHeads(axis, heads, n, f"{hook.name}{list(heads)}")
+        return found
 
     def run_with_callback(
         self,
@@ -298,6 +327,7 @@ class RunMethods(HookMethods, TokenMethods):
         layers: Sequence[int] | None = None,
         prepend_bos: bool | None = None,
         attention_mask: Int[Tensor, "batch pos"] | None = None,
+        max_bytes: int | None = None,
         **model_kwargs: Any,
     ) -> lenses.Reading:
         """What each layer would say next: the residual stream before it, and at the end, read as tokens.
@@ -308,7 +338,7 @@ class RunMethods(HookMethods, TokenMethods):
             input: a text, several texts, token ids, or tokens ``[pos]`` or ``[batch, pos]``.
             kind: ``"normed"``, through the final norm and the unembedding; ``"raw"``, through the unembedding alone; or
                 a `bridge.lens.TunedLens`.
-            pos_slice, layers, prepend_bos, attention_mask, model_kwargs: as for `bridge.lens`.
+            pos_slice, layers, prepend_bos, attention_mask, max_bytes, model_kwargs: as for `bridge.lens`.
 
         Raises:
             ValueError: an unknown kind or layer; a lens for another model.
@@ -320,7 +350,7 @@ class RunMethods(HookMethods, TokenMethods):
             >>> [bridge.to_single_str_token(int(token)) for token in top.tokens[-1, 0, 0, :1]]
             [' Paris']
         """
-        return lenses.lens(self, input, kind, pos_slice, layers, prepend_bos, attention_mask, **model_kwargs)
+        return lenses.lens(self, input, kind, pos_slice, layers, prepend_bos, attention_mask, max_bytes, **model_kwargs)
 
     # Hook points in a basis of the user's.
 

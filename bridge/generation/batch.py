@@ -678,6 +678,7 @@ class _Batch:
             self._waiting.clear()
             if self._manager is not None:
                 if self._manager.is_running():
+                    self._manager.cancel_request("")  # wakes it: it would look for new ones in a tenth of a second
                     self._manager.stop(block=True, hard_stop=True)
                 self._manager.destroy()
             with _TURN:

@@ -39,6 +39,7 @@ from bridge.generation.options import (
     prepared,
     prompt_of,
     rows_of,
+    tell_of_rows,
     texts_of,
 )
 from bridge.hooks.arguments import check_positive
@@ -279,6 +280,7 @@ def hf_generate(
     check_return_type(return_type)
     check_generates(bridge)
     prompt = prompt_of(bridge, input, TextOptions(prepend_bos), arguments.pop("attention_mask", None), arguments)
+    tell_of_rows(bridge, prompt, arguments)
     criteria = StoppingCriteriaList(arguments.pop("stopping_criteria", None) or [])
     generation = generation_of(bridge, prompt, arguments)
     with generating(bridge, generation, prompt):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import inspect
 import typing
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Int, Shaped
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import (
     GenerationConfig,
@@ -23,10 +25,10 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from adapters.inputs import accepted_arguments, accepted_by, takes, with_past_named
+from adapters.inputs import accepted_arguments, accepted_by, gives_cache, takes, with_past_named
 from adapters.linear import input_device
 from bridge.hooks.arguments import check_choice, check_types
-from bridge.hooks.context import Generation
+from bridge.hooks.context import Generation, without_hooks
 from bridge.hooks.names import NamesFilter, suggestion
 from bridge.hooks.rows import BatchRows, Side, check_said, check_zero_or_one
 from bridge.run.inputs import TAKEN_BY, Input, RunnableBridge, added_around, embeddings_given
@@ -157,6 +159,93 @@ def _behind_images_or_sound(
     check_ids(bridge.wiring.embedding, bridge.cfg, tokens, "the prompt")
     given["decoder_input_ids"] = tokens.to(where)
     return GenerationPrompt(given, given["decoder_input_ids"], BatchRows(bridge.core, given), False, kind)
+
+
+#: For each model what is said of its rows, by its attention, its type and whether they are padded; "": nothing.
+_SAID: WeakKeyDictionary[nn.Module, dict[object, str]] = WeakKeyDictionary()
+
+
+def tell_of_rows(bridge: RunnableBridge, prompt: GenerationPrompt, more: Arguments) -> None:
+    """Warns where a model's own `generate` continues a row otherwise in a batch than alone: tried once for each model.
+
+    Processes that share a model are not asked, for not all of them may have such rows.
+
+    Args:
+        bridge, prompt: the bridge, and what it starts from.
+        more: the arguments of the model's `generate`.
+    """
+    core, mask = bridge.core, prompt.rows.masks.get("pos")
+    padded = mask is not None and not bool(mask.all())
+    mixed = prompt.rows.count > 1 and not gives_cache(core)  # a state of the model's own kind may be of all rows
+    if not (padded or mixed) or core.training or bridge.wiring.sharing is not None:
+        return
+    said = _SAID.setdefault(core, {})
+    key = (getattr(core.config, "_attn_implementation", None), core.dtype, padded)
+    if key not in said:
+        padding, tokens = None, prompt.kwargs.get("input_ids")
+        if mask is not None and padded:
+            padding = 0 if tokens is None else int(tokens[mask == 0][0])
+        begin = {name: more[name] for name in ("decoder_start_token_id",) if name in more}
+        said[key] = _said_of_rows(bridge, prompt.kwargs.get(takes(core).main or ""), padding, begin)
+    if said[key]:
+        instead = "rows of one length together, or one by one" if padded else "one by one"
+        warnings.warn(
+            f"{said[key]}. The text is that of its own `generate`; for each row's as it is alone, generate {instead}",
+            stacklevel=5,
+        )
+
+
+def _said_of_rows(bridge: RunnableBridge, like: Tensor | None, padding: float | None, begin: Arguments) -> str:
+    """What is to be said of a model whose row is another in a batch of two than alone, or cannot be tried; else "".
+
+    Args:
+        bridge: the bridge.
+        like: what it hears or sees, where that is no tokens.
+        padding: of the row; None: it has none.
+        begin: what its `generate` has to be told.
+    """
+    core, drawn, where = bridge.core, torch.Generator().manual_seed(0), input_device(bridge.core)
+    name, one = type(getattr(core, "plain_module", core)).__name__, "a row" if padding is None else "a padded row"
+    if bridge.cfg.n_ctx is not None and bridge.cfg.n_ctx < 10:
+        return ""
+    known = (core.config, core.config.get_text_config(), core.generation_config)
+    special = {
+        each for one in known for name, each in one.to_dict().items()
+        if name.endswith(("token_id", "token_index")) and isinstance(each, int)
+    }  # fmt: skip
+    words = torch.tensor([i for i in range(min(bridge.cfg.d_vocab, 2**14)) if i not in (*special, padding)])
+    whole = words[torch.randint(0, len(words), (2, 8), generator=drawn)]
+    if like is not None:
+        whole = torch.randn(2, *like.shape[1:], generator=drawn).to(like.dtype)
+    n = whole.shape[1]
+    mine, mask = slice(0, n), torch.ones(2, n, dtype=torch.long)
+    if padding is not None:
+        mine = slice(0, n // 2) if core.config.is_encoder_decoder or like is not None else slice(n // 2, n)
+        mask[1] = 0
+        mask[1, mine] = 1
+        whole[1][mask[1] == 0] = padding
+
+    def logits(rows: Tensor, mask: Tensor) -> Tensor:
+        given = {takes(core).main or "input_ids": rows.to(where)}
+        if padding is not None:
+            given["attention_mask"] = mask.to(where)
+        made = core.generate(  # type: ignore[operator]
+            **given, **begin, max_new_tokens=2, do_sample=False, num_beams=1, num_return_sequences=1, eos_token_id=None,
+            pad_token_id=core.generation_config.pad_token_id or 0, output_logits=True, return_dict_in_generate=True,
+            logits_processor=[lambda ids, scores: scores.index_fill(-1, words[:1].to(where), float("inf"))],
+        )  # fmt: skip
+        return torch.stack(made.logits)[:, -1].float()
+
+    with torch.no_grad(), without_hooks(), torch.random.fork_rng([where] if where.type == "cuda" else []):
+        try:
+            together, alone = logits(whole, mask), logits(whole[1:, mine], mask[1:, mine])
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError) as error:
+            why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+            said = f"whether {name} continues {one} of a batch as it would be alone could not be tried ({why})"
+            return "" if padding is None else said
+    off = float((together - alone).norm() / alone.norm().clamp_min(1e-30))
+    right = off <= (1e-3 if core.dtype in (torch.float32, torch.float64) else 0.05)
+    return "" if right else f"{name} continues {one} of a batch otherwise than alone (its logits are off by {off:.2g})"
 
 
 def check_return_type(return_type: str | None) -> None:
@@ -353,6 +442,7 @@ def prepared(bridge: RunnableBridge, input: Input, options: GenerationOptions) -
     if prompt.tokens is not None and "input_ids" in prompt.kwargs and "attention_mask" not in prompt.kwargs:
         prompt.kwargs["attention_mask"] = inferred_mask(bridge, prompt.tokens, options.eos_token_id, more)
     _check_room(bridge, prompt, options.max_new_tokens)
+    tell_of_rows(bridge, prompt, more)
     arguments: Arguments = {"max_new_tokens": options.max_new_tokens, "do_sample": options.do_sample, **more}
     for name in ("top_k", "top_p", "temperature", "repetition_penalty"):
         if getattr(options, name) is not None:

@@ -58,6 +58,7 @@ from bridge.hooks.context import (
     refuse_older_checkpointing,
     refuse_unknown_recomputation,
 )
+from bridge.hooks.parts import TouchesPart
 
 __all__ = ["HookPoint"]
 
@@ -126,10 +127,13 @@ class HookPoint(NamedPoint):
 
     @staticmethod
     def _path_for(listeners: tuple[Listener, ...]) -> Callable[[HookPoint, Tensor, Call, bool, View], Tensor]:
-        kinds = {listener.kind for listener in listeners}
-        if kinds & {"bwd", "edge"}:
-            return HookPoint._edit_with_gradients
-        return HookPoint._edit if kinds - {"read"} else HookPoint._read
+        path = HookPoint._read
+        for listener in listeners:
+            if listener.kind in ("bwd", "edge"):
+                return HookPoint._edit_with_gradients
+            if listener.kind != "read":
+                path = HookPoint._edit
+        return path
 
     def layer(self) -> int:
         """The index of the block that the hook point belongs to.
@@ -286,7 +290,7 @@ class HookPoint(NamedPoint):
             if listener.scope in visible:
                 waits = listener.deferrable and not (copy or torch.is_grad_enabled() or x.is_inference())
                 if view.deferrable and (waits or (listener.partial and view.by_row)):
-                    listener.fn(Deferred(view, x, call), hook=self)
+                    listener.fn(Deferred(view, x, call, waits), hook=self)
                     continue
                 if view.identity:
                     act = x
@@ -389,7 +393,8 @@ class HookPoint(NamedPoint):
                 now.show(listener, act, self)
                 kept = True
             elif listener.kind == "follow":
-                new = listener.fn(act, hook=self)
+                # One that is shown a part puts it back where it stood: into a copy.
+                new = listener.fn(act.clone() if isinstance(listener.fn, TouchesPart) else act, hook=self)
             elif listener.kind == "leader":
                 new = listener.fn(now.run)
             if new is not None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from adapters.views import Deferred
 from bridge.hooks.context import HookFunction, Listener, NamedPoint
 
 #: About how much memory scores and patterns take at once, where they are computed for some queries after the other.
@@ -110,6 +111,50 @@ def entries_of(what: str, index: Any, length: int, name: str) -> list[int]:
     if not found:
         raise IndexError(f"{what} is {index}, which is none of the {length} at {name}")
     return found
+
+
+@dataclass(frozen=True)
+class KeptHeads:
+    """Which heads of an activation a cache keeps.
+
+    Attributes:
+        axis: which counts heads.
+        heads: which, in ascending order.
+        n: how many the activation has.
+        name: what the cache calls them, such as ``blocks.5.attn.hook_pattern[1, 6]``.
+    """
+
+    axis: int
+    heads: tuple[int, ...]
+    n: int
+    name: str
+
+    def of(self, act: Tensor | Deferred) -> Tensor | Deferred:
+        """These heads of an activation, without the rest of it; of what waits, what will compute them alone."""
+        index = torch.tensor(self.heads)
+        if isinstance(act, Deferred):
+            some = act.of_heads(index)
+            if some is not None:
+                return some
+            act = act.value(self.name)
+        return picked(act, {self.axis: index}).clone()
+
+    def within(self, asked: Any) -> list[int]:
+        """The places of some heads among these.
+
+        Args:
+            asked: an index of heads, as the activation counts them; None: all.
+
+        Raises:
+            IndexError: there are no such heads.
+            KeyError: they were not kept.
+        """
+        wanted = entries_of("heads", asked, self.n, self.name)
+        if lost := sorted(set(wanted) - set(self.heads)):
+            raise KeyError(
+                f"of {self.name.partition('[')[0]}, this cache keeps the heads {list(self.heads)}, not {lost}"
+            )
+        return [self.heads.index(head) for head in wanted]
 
 
 class TouchesPart:

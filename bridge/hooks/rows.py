@@ -71,7 +71,8 @@ class BatchRows:
 
     def __init__(self, core: nn.Module, arguments: Mapping[str, Any]) -> None:
         self.core = core
-        self.growing = "decoder_pos" if getattr(config_of(core), "is_encoder_decoder", False) else "pos"
+        config = getattr(core, "config", None)  # a plain module, which is called as it is, has none
+        self.growing = "decoder_pos" if getattr(config, "is_encoder_decoder", False) else "pos"
         self.masks: dict[str, Tensor] = {}
         self.order: Tensor | None = None
         names = (takes(core).main, *_ROWS_OF, "input_values", "input_features", "pixel_values")

@@ -511,6 +511,7 @@ class Operation(TouchesPart):
 
         Raises:
             TypeError: it is an input that nobody gave; or a fraction, where the activation is of whole numbers.
+            ValueError: it is of another width than the activation.
         """
         value = getattr(self, name)
         if isinstance(value, str):
@@ -524,6 +525,11 @@ class Operation(TouchesPart):
             if not activation.is_floating_point() and not value.is_integer():
                 raise TypeError(f"{name} is {value}; the activation at {hook.name} is {activation.dtype}")
             return value if activation.is_floating_point() else int(value)
+        if value.ndim and value.shape[-1] not in (1, activation.shape[-1]):
+            raise ValueError(
+                f"{name} of {type(self).__name__} has shape {list(value.shape)}; the activation at {hook.name} has "
+                f"{activation.shape[-1]} entries along its last axis, {hook.point.axes.split()[-1]}"
+            )
         if value.is_floating_point() and not activation.is_floating_point():
             raise TypeError(f"{name} is {value.dtype}; the activation at {hook.name} is {activation.dtype}")
         if value.ndim == activation.ndim and 1 < value.shape[0] == rows_given(activation.shape[0]):
@@ -823,6 +829,8 @@ class Clamp(Operation):
         super().__post_init__()
         if self.min is None and self.max is None:
             raise ValueError("Clamp needs min, max, or both")
+        if isinstance(self.min, float) and isinstance(self.max, float) and self.min > self.max:
+            raise ValueError(f"min is {self.min} and max {self.max}: nothing is between them")
 
     def made(self, activation: Tensor, hook: HookPoint, inputs: Mapping[str, Tensor]) -> Tensor:
         made = activation

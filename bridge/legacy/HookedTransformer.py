@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import bridge.legacy.loading_from_pretrained as loading
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
@@ -37,7 +38,7 @@ Side = Literal["left", "right"]
 #: Fields of a configuration that say nothing of the weights, and that the model's keeps.
 _KEPT = {
     "init_mode", "initializer_range", "init_weights", "use_hook_tokens", "trust_remote_code", "seed",
-    "ungroup_grouped_query_attention", "use_NTK_by_parts_rope", "NTK_by_parts_low_freq_factor",
+    "use_NTK_by_parts_rope", "NTK_by_parts_low_freq_factor",
     "NTK_by_parts_high_freq_factor", "NTK_by_parts_factor", "NTK_original_ctx_len",
 }  # fmt: skip
 
@@ -78,13 +79,22 @@ class HookedTransformer(Ungrouping, LegacyLoading):
                 setattr(self.cfg, name, getattr(given, name))
             if given.init_weights:
                 self.init_weights()
+            self.cfg.ungroup_grouped_query_attention = given.ungroup_grouped_query_attention  # of what was drawn
         if found is not None:
             self.set_tokenizer(found, default_padding_side)
 
     @classmethod
     def _model_of(cls, config: HookedTransformerConfig, move_to_device: bool) -> nn.Module:
-        with torch.random.fork_rng(devices=()):  # HookedTransformer draws from the random state as it was before
-            return NativeModel(NativeConfig(**(config.native() | ({} if move_to_device else {"device": None}))))
+        native = NativeConfig(**(config.native() | ({} if move_to_device else {"device": None})))
+        # HookedTransformer draws from the random state as it was before.
+        with torch.random.fork_rng(devices=()):
+            if not config.init_weights:
+                return NativeModel(native)
+            native.init_weights = False
+            with _NothingIsDrawn():
+                model = NativeModel(native)
+        native.init_weights = True
+        return model
 
     @classmethod
     def from_pretrained(
@@ -201,6 +211,17 @@ class HookedTransformer(Ungrouping, LegacyLoading):
     def fill_missing_keys(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """`loading_from_pretrained.fill_missing_keys` for this model."""
         return loading.fill_missing_keys(self, state_dict)
+
+
+class _NothingIsDrawn(TorchFunctionMode):
+    """While a model is made whose matrices `init_weights` draws at once: they are left empty, and biases are zero."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ not in ("normal_", "uniform_", "kaiming_uniform_"):  # of tensors, and of torch.nn.init
+            return func(*args, **(kwargs or {}))
+        tensor = args[0] if args else (kwargs or {})["tensor"]
+        with torch.no_grad():
+            return tensor.zero_() if tensor.ndim == 1 else tensor
 
 
 def one_layer_model(cfg: Any, fields: dict[str, Any], *more: Any, **kwargs: Any) -> HookedTransformer:

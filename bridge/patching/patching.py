@@ -33,7 +33,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from bridge.bridge import TransformerBridge
-from bridge.hooks.arguments import refuse_wrong_types
+from bridge.hooks.arguments import check_positive, refuse_wrong_types
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import act_name
 from bridge.interventions.operations import mean
@@ -70,6 +70,7 @@ def generic_activation_patch(
     baseline: bool = False,
     attention_mask: Int[Tensor, "batch pos"] | None = None,
     patches_per_run: int | Literal["auto"] = "auto",
+    max_bytes: int | None = None,
     verbose: bool = True,
     **model_kwargs: Any,
 ) -> Any:
@@ -103,6 +104,8 @@ def generic_activation_patch(
         attention_mask: ``[batch, pos]``, 1 for tokens and 0 for padding; None: no padding.
         patches_per_run: how many patches to run as one batch; ``"auto"``: as many as a quarter of the device's free
             memory holds, and as make runs faster. Each is still given to the setter and the metric alone.
+        max_bytes: about how much memory the patches of one run may take in place of that quarter; one patch is a run at
+            least. (The corrupted run keeps its logits, a stream for each layer, and keys and values besides.)
         verbose: show a progress bar.
         model_kwargs: what else the model takes with the corrupted prompts: ``pixel_values=``, ``token_type_ids=``.
 
@@ -135,6 +138,10 @@ def generic_activation_patch(
     """
     if patches_per_run != "auto" and patches_per_run < 1:
         raise ValueError(f'patches_per_run is {patches_per_run}; it must be 1 or more, or "auto"')
+    if max_bytes is not None:
+        check_positive("max_bytes", max_bytes)
+        if patches_per_run != "auto":
+            raise ValueError(f"patches_per_run is {patches_per_run} and max_bytes {max_bytes}: give one of them")
     prompts = prompts_with(model, corrupted_tokens, {"attention_mask": attention_mask, **model_kwargs})
     metrics = Metrics(patching_metric, reduce, len(prompts["input_ids"]))
     as_result = metrics.several or baseline or reduce == "none"
@@ -144,7 +151,7 @@ def generic_activation_patch(
     frame = indices.frame() if return_index_df else None
     steps = _steps(model, clean_cache, activation_name, indices, patch_setter)
     with tqdm(total=len(steps), desc=f"patching {activation_name}", unit="patch", disable=not verbose) as bar:
-        results = _measured(model, prompts, steps, metrics, patches_per_run, bar.update)
+        results = _measured(model, prompts, steps, metrics, (patches_per_run, max_bytes), bar.update)
     measured = torch.full((len(indices.rows), *metrics.shape), math.nan, dtype=torch.float32, device=model.cfg.device)
     if results:
         measured[torch.tensor(indices.tried, device=measured.device)] = torch.stack(results).to(measured)
@@ -201,14 +208,15 @@ def _measured(
     prompts: Mapping[str, Any],
     steps: Sequence[PatchStep],
     metric: Metrics,
-    together: int | Literal["auto"],
+    bounds: tuple[int | Literal["auto"], int | None],
     report: Callable[[int], object],
 ) -> list[Tensor]:
     """The metric of each patch, in the order of the patches; `report` is called with how many more are done."""
+    together, max_bytes = bounds
     hooks = [step.hook for step in steps]
     compared = list(dict.fromkeys(step.hook.name for step in steps if step.region is not None))
     with torch.no_grad():
-        runs = PatchedRuns(model, prompts, hooks, compared, together)
+        runs = PatchedRuns(model, prompts, hooks, compared, together, max_bytes=max_bytes)
         unpatched = None if runs.corrupted is None else _without_gradients(metric, runs.corrupted.logits)
         if runs.corrupted is not None and unpatched is not None:
             patches = _changing(steps, runs.corrupted.kept)
@@ -222,7 +230,7 @@ def _measured(
                 report(1)
             return found
     if unpatched is None and runs.corrupted is not None:  # streams that gradients go through
-        runs = PatchedRuns(model, prompts, hooks, (), together)
+        runs = PatchedRuns(model, prompts, hooks, (), together, max_bytes=max_bytes)
     results: dict[int, Tensor] = {}
     for patch, logits in runs.logits([Patch(i, step.hook, 0, step.edit) for i, step in enumerate(steps)], joined=False):
         results[patch.index] = metric(logits)
@@ -291,8 +299,8 @@ Args:
     corrupted_tokens: the corrupted prompts, ``[batch, pos]``, or one of them, ``[pos]``.
     clean_cache: the activations of the clean run, with their batch axis.
     patching_metric: from logits ``[batch, pos, d_vocab]`` to one number.
-    options: `index_df`, `return_index_df`, `reduce`, `baseline`, `attention_mask`, `patches_per_run`, `verbose` and
-        `model_kwargs` of `generic_activation_patch`.
+    options: `index_df`, `return_index_df`, `reduce`, `baseline`, `attention_mask`, `patches_per_run`, `max_bytes`,
+        `verbose` and `model_kwargs` of `generic_activation_patch`.
 
 Returns:
     ``[{axes}]``{note}.

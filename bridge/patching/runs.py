@@ -170,9 +170,13 @@ class CorruptedRun:
             options = self.options(layer, layer + 1, 1, start)
             stream = self.streams[layer][:, start:]
             found = self.model(stream, start_at_layer=layer, stop_at_layer=layer + 1, **options)
-            if layer == n_layers - 1:
-                found = self.logits_of(found)
-            if not close(found, right):
+            if layer < n_layers - 1:
+                same = close(found, right)
+            else:  # logits of some positions after the other: they are the largest of all
+                width = max(1, MOST_LOGITS // (self.batch * self.logits.shape[-1]))
+                parts = zip(found.split(width, 1), right.split(width, 1), strict=False)
+                same = found.shape[1] == right.shape[1] and all(close(self.logits_of(x), y) for x, y in parts)
+            if not same:
                 return False
             right = stream
         return True
@@ -326,6 +330,8 @@ class PatchedRuns:
         together: how many patches may be one batch; ``"auto"``: as many as a quarter of the free memory holds, and as
             make runs faster (where hooks of the user may see batches, one).
         size: how many times as large as a stream a patched activation is, at most.
+        max_bytes: about how much memory the patches of one batch may take in place of that quarter. A single patch is
+            a batch at least.
 
     Attributes:
         corrupted: the unpatched run; None where it is not worth it, or nothing can be taken from it.
@@ -339,7 +345,9 @@ class PatchedRuns:
         keep: Sequence[str] = (),
         together: int | Literal["auto"] = "auto",
         size: int = 1,
+        max_bytes: int | None = None,
     ) -> None:
+        self.max_bytes = max_bytes
         self.model, self.prompts, self.batch = model, prompts, len(prompts["input_ids"])
         self.together, self.size, self.n_layers = together, size, model.cfg.n_layers
         self.corrupted: CorruptedRun | None = None
@@ -419,7 +427,7 @@ class PatchedRuns:
         if self.together != "auto":
             return self.together
         size = run.logits.element_size()
-        tokens = tokens_per_run(self.model.cfg, run.logits.device, run.length, size)
+        tokens = tokens_per_run(self.model.cfg, run.logits.device, run.length, size, self.max_bytes)
         return max(1, tokens // (run.batch * length * self.size))
 
     def _later(self, patch: Patch, run: CorruptedRun) -> Patch:
@@ -714,7 +722,9 @@ SHARE = 0.25
 MOST_TOKENS, MOST_TOKENS_ELSEWHERE = 4096, 65536
 
 
-def tokens_per_run(cfg: ModelConfig, device: torch.device, length: int, itemsize: int) -> int:
+def tokens_per_run(
+    cfg: ModelConfig, device: torch.device, length: int, itemsize: int, max_bytes: int | None = None
+) -> int:
     """How many tokens one run may have, all prompts of its batch together.
 
     Args:
@@ -722,6 +732,7 @@ def tokens_per_run(cfg: ModelConfig, device: torch.device, length: int, itemsize
         device: where it is.
         length: how many tokens a prompt has.
         itemsize: bytes of one number.
+        max_bytes: how much memory it may take; None: `SHARE` of what is free.
 
     Example:
         >>> import torch
@@ -733,4 +744,5 @@ def tokens_per_run(cfg: ModelConfig, device: torch.device, length: int, itemsize
     # What one block holds of a token at most: streams, projections, the MLP's inside, scores twice.
     numbers = 16 * cfg.d_model + 6 * (cfg.d_mlp or 0) + 3 * cfg.n_heads * length
     most = MOST_TOKENS if device.type == "cpu" else MOST_TOKENS_ELSEWHERE
-    return max(1, min(most, int(SHARE * free_memory(device) / (numbers * itemsize))))
+    room = SHARE * free_memory(device) if max_bytes is None else max_bytes
+    return max(1, min(most, int(room / (numbers * itemsize))))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import islice, takewhile
 from pathlib import Path
@@ -18,7 +18,7 @@ from adapters.views import Args, Call, Deferred, Kwargs
 from bridge.hooks.arguments import BatchAxisError, check_positive
 from bridge.hooks.context import Listener, Scope, of_the_next_run
 from bridge.hooks.hooks import HookPoint
-from bridge.hooks.parts import rows_within
+from bridge.hooks.parts import KeptHeads, rows_within
 from bridge.wiring.reading_plan import ReadSite
 from bridge.wiring.wiring import Wiring
 
@@ -44,6 +44,7 @@ class ActivationRecorder:
         check: every point that is asked for by name has to run.
         everything: whether these are all points of an unfiltered cache. What can be computed from others is then
             computed when it is asked for; else it is computed in the run, so that nothing larger is kept for it.
+        heads: of which points some heads are kept, and which.
     """
 
     #: What is shown may be kept as it is, and computed later where that is possible.
@@ -57,9 +58,11 @@ class ActivationRecorder:
         gradients: bool = False,
         check: bool = True,
         everything: bool = False,
+        heads: Mapping[HookPoint, KeptHeads] | None = None,
     ) -> None:
         if pos_slice is not None:
             check_pos_slice(pos_slice)
+        self.heads = heads or {}
         self.points = points
         self.pos_slice = pos_slice
         self.device = device
@@ -77,9 +80,9 @@ class ActivationRecorder:
         scope = Scope()
         whole = self.as_shown and self.pos_slice is None and self.device is None
         one = self.read if not whole else self._keep if self.everything else self._keep_compact
-        partial = self.pos_slice is not None
+        partial = self.pos_slice is not None or bool(self.heads)
         listener = Listener("read", one, scope, deferrable=whole, optional=self.everything, partial=partial)
-        keep_all = self._keep_all if whole else self._read_all
+        keep_all = self._keep_all if whole and not self.heads else self._read_all
         with wiring.reading(self.points, listener, keep_all), of_the_next_run(scope):
             if not self.gradients:
                 yield scope
@@ -131,14 +134,17 @@ class ActivationRecorder:
                 self.read(x if point.view.identity else point.view.get(x, call), point)
 
     def _keep_compact(self, act: Tensor | Deferred, hook: HookPoint) -> None:
-        """Keeps an activation, and nothing larger that it could be computed from."""
-        if isinstance(act, Deferred) and act.keeps_more:
-            act = act.value(hook.name)
+        """Keeps an activation, or its chosen heads, and nothing larger that it could be computed from."""
+        act = self.heads[hook].of(act) if hook in self.heads else act
+        if isinstance(act, Deferred) and (act.keeps_more or not act.waits):
+            made = act.part(hook.name, None, None)
+            act = act.value(hook.name) if made is None else made
         self._keep(act, hook)
 
     def read(self, act: Tensor | Deferred, hook: HookPoint) -> None:
         """Keeps what is asked for of an activation, where it is asked for."""
         value = act.detach() if isinstance(act, Tensor) and act.requires_grad else act
+        value = self.heads[hook].of(value) if hook in self.heads else value
         value = picked_positions(value, self.pos_slice, hook)
         if self._copies is not None and value.device != self._copies.device:
             self.values[hook.name] = self._copies.copy(value)
@@ -189,7 +195,9 @@ class ActivationRecorder:
                 raise RuntimeError(f"these hook points did not run on this input: {', '.join(missing)}")
         self.check_unchanged()
         # The model may compute a head's keys before the queries' input is seen, say.
-        return {hook.name: self.values[hook.name] for hook in self.points if hook.name in self.values} | self.values
+        values = {hook.name: self.values[hook.name] for hook in self.points if hook.name in self.values} | self.values
+        some = {hook.name: kept.name for hook, kept in self.heads.items()}
+        return {some.get(name, name): value for name, value in values.items()} if some else values
 
     def check_unchanged(self) -> None:
         """Looks whether what is kept is what was seen.

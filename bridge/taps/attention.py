@@ -392,7 +392,11 @@ class _CallInRun(RunCall, ObservedAttentionCall):
             self._touching[point] = point.visible_listeners()
             for listener in self._touching[point]:
                 fn = listener.fn
-                mine = fn.touched(shape, point) if listener.kind == "fwd" and isinstance(fn, TouchesPart) else None
+                mine = (
+                    fn.touched(shape, point)
+                    if listener.kind in ("fwd", "follow") and isinstance(fn, TouchesPart)
+                    else None
+                )
                 if mine is None:
                     return None
                 found = mine if found is None else found | mine

@@ -469,14 +469,13 @@ class DeferredAttention(Deferred):
         waits: it can be computed after the run, whose precision `torch.autocast` did not choose.
     """
 
-    __slots__ = ("_heads", "_waits", "attention", "channel")
+    __slots__ = ("attention", "channel")
 
     def __init__(
         self, view: View, attention: AttentionCall, channel: str, call: Call, seen: tuple[int, ...], waits: bool
     ) -> None:
         self.view, self.x, self.attention, self.channel, self.call = view, attention.query, attention, channel, call
-        self._seen, self._waits = seen, waits
-        self._heads: Tensor | None = None
+        self._seen, self.waits = seen, waits
 
     @property
     def n_rows(self) -> int:
@@ -496,22 +495,31 @@ class DeferredAttention(Deferred):
 
     def _at_site(self, rows: slice | Tensor | None) -> Tensor:
         device = self.x.device.type
-        attention = self.attention if self._heads is None else self.attention.of_heads(self._heads)
-        attention = attention if rows is None else attention.of_queries(rows)
-        with torch.autocast(device, enabled=False) if self._waits and autocasts(device) else nullcontext():
+        attention = self.attention if rows is None else self.attention.of_queries(rows)
+        with torch.autocast(device, enabled=False) if self.waits and autocasts(device) else nullcontext():
             scores = attention.scores()
             return scores if self.channel == "scores" else attention.pattern(scores, over=True)
 
-    def part(self, name: str, heads: Any, queries: Any) -> Tensor | None:
-        """Some heads and queries, as `Deferred` says: no others are computed, and some queries after the other."""
+    def of_heads(self, heads: Tensor) -> DeferredAttention | None:
+        """The same of some heads, in any order, as `Deferred` says."""
         if not (self.view.identity or self.view.by_row):
             return None
-        shape, some = self.shape, copy.copy(self)
-        some._heads = torch.tensor(entries_of("heads", heads, shape[1], name))
-        rows = torch.tensor(entries_of("queries", queries, shape[2], name))
-        some.call = replace(self.call, scratch=parameters_of_heads(self.call, (self.view,), some._heads))
+        some = copy.copy(self)
+        some.attention = self.attention.of_heads(heads)
+        some.call = replace(self.call, scratch=parameters_of_heads(self.call, (self.view,), heads))
+        some.x, some._seen = some.attention.query, some._versions()
+        return some
+
+    def part(self, name: str, heads: Any, queries: Any) -> Tensor | None:
+        """Some heads and queries, as `Deferred` says: no others are computed, and some queries after the other."""
+        self.check(name)
+        wanted = torch.tensor(entries_of("heads", heads, self.shape[1], name))
+        some = self.of_heads(wanted)
+        if some is None:
+            return None
+        rows = torch.tensor(entries_of("queries", queries, self.shape[2], name))
         made: Tensor | None = None
-        for first in range(0, len(rows), n := rows_within(MAX_BYTES, shape, some._heads, self.x.dtype)):
+        for first in range(0, len(rows), n := rows_within(MAX_BYTES, self.shape, wanted, self.x.dtype)):
             piece = rows[first : first + n]
             found = some.value(name, index_on(piece, self.x.device))
             if len(piece) == len(rows):

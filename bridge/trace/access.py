@@ -22,11 +22,12 @@ from bridge.hooks.context import Listener, OpenTrace, without_hooks
 from bridge.hooks.hooks import HookPoint, checked
 from bridge.hooks.modules import first_parameter
 from bridge.hooks.names import Names, UnknownHookError, suggestion
+from bridge.interventions.operations import Index
 from bridge.run.inputs import Input, Request, RunnableBridge, check_arguments
 from bridge.run.recorder import watching
 from bridge.run.run import PreparedPass, checked_layers, points_that_run
 from bridge.trace.edit import BodyActivations
-from bridge.trace.stops import Stop, Stops
+from bridge.trace.stops import Asked, PointPart, Stop, Stops
 
 #: For the errors of `checked`.
 _ASSIGNED = Listener("fwd", lambda act, hook: None)
@@ -49,7 +50,7 @@ class Access(OpenTrace, BodyActivations):
     def __init__(self, bridge: RunnableBridge, stops: Stops) -> None:
         self.bridge, self.stops = bridge, stops
 
-    def reach(self, asked: HookPoint | tuple[str, str]) -> Stop:
+    def reach(self, asked: Asked) -> Stop:
         """Lets the model go on to what is asked for."""
         return self.stops.reach(asked)
 
@@ -84,6 +85,36 @@ class Access(OpenTrace, BodyActivations):
         stop = self.reach(hook)
         checked(value, stop.value, _ASSIGNED, hook)
         stop.replace(value)
+
+    def part(self, name: str, *, heads: Index = None, queries: Index = None, keys: Index = None) -> Tensor:
+        """Some heads, queries or keys of an activation: of scores and patterns no others are made.
+
+        The model sees what is changed in them in place before anything later is asked for, as of a whole activation;
+        `grad` of the name is then that of the part. (All are made where the attention's own queries or keys were asked
+        for before, which are inside of it.)
+
+        Args:
+            name: a name or alias.
+            heads, queries, keys: as for `bridge.interventions.Touching`; all axes stay.
+
+        Raises:
+            UnknownHookError: no hook point has this name.
+            ValueError: nothing is chosen, or the activation has no such axis.
+            PointPassedError: the model has passed it.
+            PointNeverCameError: the model did not come to it.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> with bridge.trace("Mary and John") as run:
+            ...     head = run.part("blocks.2.attn.hook_pattern", heads=3)
+            ...     head *= 0.5
+            >>> head.shape
+            torch.Size([1, 1, 4, 4])
+        """
+        chosen = {"heads": heads, "queries": queries, "keys": keys}
+        found: Tensor = self.reach(PointPart(self.bridge.names.find(name), chosen)).value
+        return found
 
     def module(self, module: str | nn.Module) -> TracedModule:
         """A module of the original model, whose `output`, `input` and `inputs` can be asked for.

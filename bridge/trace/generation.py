@@ -19,7 +19,7 @@ from bridge.run.inputs import Input, RunnableBridge
 from bridge.trace.access import Access
 from bridge.trace.coroutine import Coroutine
 from bridge.trace.edit import EveryStep, InPlaceEdit, apply
-from bridge.trace.stops import ModelOrder, Stop, Stops
+from bridge.trace.stops import Asked, ModelOrder, PointPart, Stop, Stops
 from bridge.trace.trace import InStep
 from bridge.wiring.compiled import uncompiled
 
@@ -160,7 +160,7 @@ class GenerationTrace(InStep):
             self._edits[hook] = operations
         self._edits[hook].append(operation)
 
-    def reach_in(self, index: int, asked: HookPoint | tuple[str, str]) -> Stop:
+    def reach_in(self, index: int, asked: Asked) -> Stop:
         """Lets the model go on to something in a step.
 
         Raises:
@@ -172,18 +172,17 @@ class GenerationTrace(InStep):
             )
         return self.stops.reach(asked)
 
-    def reach_now(self, asked: HookPoint | tuple[str, str]) -> Stop:
+    def reach_now(self, asked: Asked) -> Stop:
         """Lets the model go on to something in the step that the loop is at.
 
         Raises:
             RuntimeError: the loop is at none.
         """
         if not self._in_loop:
-            name = asked.name if isinstance(asked, HookPoint) else ".".join(asked)
+            hook = asked.hook if isinstance(asked, PointPart) else asked
+            name = hook.name if isinstance(hook, HookPoint) else ".".join(hook)
             known = (
-                f'write to run["{name}"], which is done at every step, or ask'
-                if isinstance(asked, HookPoint)
-                else "ask"
+                f'write to run["{name}"], which is done at every step, or ask' if isinstance(hook, HookPoint) else "ask"
             )
             raise RuntimeError(f"{name} is of one step, and the loop over run.steps is at none: {known} in the loop")
         return self.reach_in(self._current, asked)
@@ -204,7 +203,7 @@ class GenerationStep(Access):
         super().__init__(run.bridge, run.stops)
         self._run, self.index = run, index
 
-    def reach(self, asked: HookPoint | tuple[str, str]) -> Stop:
+    def reach(self, asked: Asked) -> Stop:
         return self._run.reach_in(self.index, asked)
 
 
@@ -214,7 +213,7 @@ class _CurrentStep(GenerationStep):
     def __init__(self, run: GenerationTrace) -> None:
         super().__init__(run, 0)
 
-    def reach(self, asked: HookPoint | tuple[str, str]) -> Stop:
+    def reach(self, asked: Asked) -> Stop:
         return self._run.reach_now(asked)
 
 

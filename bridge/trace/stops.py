@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from adapters.points import module_at
 from bridge.hooks.context import CURRENT, Listener, Scope
 from bridge.hooks.hooks import HookPoint, changed_in_place, checked, replaces_activation, version_of
+from bridge.interventions.touching import Touching
 from bridge.trace.coroutine import (
     Coroutine,
     EditableCopy,
@@ -152,8 +153,23 @@ def _is_plain(hook: HookPoint) -> bool:
     return not (hook.view.contextual or hook.point.sources) and hook.point.site.kind in ("input", "output")
 
 
-#: What a trace can be asked for: a hook point, or a module's inputs or output.
-Asked = HookPoint | tuple[str, str]
+@dataclass(frozen=True, eq=False)
+class PointPart:
+    """Some heads, queries or keys of a hook point, as a trace is asked for them.
+
+    Attributes:
+        hook: the hook point.
+        chosen: of its axes, by what `Touching` calls them.
+    """
+
+    hook: HookPoint
+    chosen: Mapping[str, Any]
+
+
+#: For the errors of `checked`.
+_SHOWN_TO_BODY = Listener("follow", lambda act, hook: None)
+#: What a trace can be asked for: a hook point, or a part of one, or a module's inputs or output.
+Asked = HookPoint | PointPart | tuple[str, str]
 
 
 class Stop:
@@ -203,6 +219,7 @@ class Stops:
         self._waiting: tuple[Asked, PlaceInOrder, Line] | None = None
         self._last: tuple[PlaceInOrder, Line] | None = None
         self._points: dict[HookPoint, Listener] = {}
+        self._parts: list[tuple[HookPoint, Listener]] = []
         self._handles: dict[tuple[str, str], RemovableHandle] = {}
         self._openings = TraceOpenings(wiring, scope)
         self._ends: dict[HookPoint, Listener] = {}
@@ -231,7 +248,8 @@ class Stops:
         assert self.coroutine is not None
         if self.here is not None and self.here.asked == asked:
             return self.here
-        place = self._places.of(asked) if isinstance(asked, HookPoint) else self._places.of_module(*asked)
+        hook = asked.hook if isinstance(asked, PointPart) else asked
+        place = self._places.of(hook) if isinstance(hook, HookPoint) else self._places.of_module(*hook)
         line = calling_line()
         at = self._at()
         if self.here is not None and _share_a_place(asked, self.here.asked):
@@ -261,12 +279,13 @@ class Stops:
 
     def detach(self) -> None:
         """Listens to nothing any more, but to what is captured."""
-        for hook, listener in (*self._points.items(), *self._ends.items()):
+        for hook, listener in (*self._points.items(), *self._parts, *self._ends.items()):
             self._wiring.remove(hook, (listener,))
         for handle in self._handles.values():
             handle.remove()
         self._openings.close()
         self._points.clear()
+        self._parts.clear()
         self._ends.clear()
         self._handles.clear()
         self.here = self._last = None
@@ -313,6 +332,8 @@ class Stops:
         if isinstance(asked, HookPoint):
             if asked not in self._points:
                 self._listen(asked)
+        elif isinstance(asked, PointPart):
+            self._listen_to_part(asked)
         elif asked not in self._handles:
             path, what = asked
             self._openings.open(path.rpartition(".")[0] if what == "output" else path)
@@ -331,17 +352,28 @@ class Stops:
             self._ends[end] = Listener("read", self._on_end, self._scope)
             self._wiring.add(end, self._ends[end])
 
-    def _listen(self, hook: HookPoint) -> None:
+    def _listen_to_part(self, asked: PointPart) -> None:
+        touching = Touching(partial(self._on_point, asked=asked), **asked.chosen)
+        touching.check_point(asked.hook)
+        # Inside of an attention that is opened, others may ask for the whole.
+        self._listen(asked.hook, touching, opens=asked.hook.point.site.kind != "attention")
+
+    def _listen(self, hook: HookPoint, part: Touching | None = None, opens: bool = True) -> None:
         site = hook.point.site
         # A module inside which the model may wait has to take notice of hooks that come while it runs.
         inside = site.kind != "output"
-        self._openings.open(site.path if inside else site.path.rpartition(".")[0])
+        if opens:
+            self._openings.open(site.path if inside else site.path.rpartition(".")[0])
         # Of a block that has run nothing else is to come.
         if not (site.kind == "output" and hook.name.endswith(".hook_resid_post")):
             self._openings.watch(self._wiring.sources_in(hook.point.stack, hook.point.depth))
         self._openings.watch(self._wiring.elements_of(site))
-        self._points[hook] = Listener("follow", self._on_point, self._scope)
-        self._wiring.add(hook, self._points[hook])
+        listener = Listener("follow", part or self._on_point, self._scope)
+        if part is None:
+            self._points[hook] = listener
+        else:
+            self._parts.append((hook, listener))
+        self._wiring.add(hook, listener)
 
     # The model's side.
 
@@ -356,9 +388,10 @@ class Stops:
             self.here = None
         return stop
 
-    def _on_point(self, act: Tensor, hook: HookPoint) -> Tensor | None:
-        waited_for = self._waiting is not None and self._waiting[0] is hook
-        if not waited_for and hook not in self.captured:
+    def _on_point(self, act: Tensor, hook: HookPoint, asked: PointPart | None = None) -> Tensor | None:
+        waited_for = self._waiting is not None and self._waiting[0] is (asked or hook)
+        captured = asked is None and hook in self.captured
+        if not waited_for and not captured:
             return None
         given = new = act.clone()  # what the user holds and what the model holds are two
         version, replaced = version_of(given), False
@@ -368,8 +401,8 @@ class Stops:
         if new is given:  # which may have been assigned to itself: run[name] *= 2
             self.late_edits.add(given, hook.name)
         if replaced:
-            new = checked(new, act, self._points[hook], hook).clone()
-        if hook in self.captured:
+            new = checked(new, act, _SHOWN_TO_BODY, hook).clone()
+        if captured:
             self.kept[hook] = new
         if new.requires_grad:
             self._keep_gradient(new, hook.name)

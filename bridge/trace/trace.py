@@ -38,6 +38,7 @@ from adapters.inputs import takes
 from adapters.points import module_at
 from bridge.hooks.context import CURRENT, OpenTrace, Scope, closed, opened
 from bridge.hooks.hooks import HookPoint
+from bridge.interventions.operations import Index
 from bridge.run.inputs import Inputs, Request, RunnableBridge, check_arguments
 from bridge.run.layer_range import GivenOutput, bypassing
 from bridge.run.run import PreparedPass, checked_layers, points_that_run, refuse_unreached_points
@@ -422,6 +423,11 @@ class Trace(InStep, Access):
             self._check_runs(name)
         found: Tensor = self.reach(hook).value
         return found
+
+    def part(self, name: str, *, heads: Index = None, queries: Index = None, keys: Index = None) -> Tensor:
+        if self._layers != _ALL:
+            self._check_runs(name)
+        return super().part(name, heads=heads, queries=queries, keys=keys)
 
     def __setitem__(self, name: str, value: Tensor) -> None:
         if self._layers != _ALL:

@@ -127,8 +127,10 @@ class SiteHook(SiteHandler, SourceSite, NotCopied):
     def discard(self, point: HookPoint) -> None:
         """The reverse of `add`."""
         self.points = tuple([p for p in self.points if p is not point])
-        self.listeners_changed()
-        if not self.points:
+        if self.points:
+            self.listeners_changed()
+        else:
+            self._last_writer = None
             self.update()
 
     def watch(self, by: int) -> None:

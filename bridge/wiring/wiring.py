@@ -228,10 +228,11 @@ class Wiring(AttachesListeners):
     def remove(self, point: HookPoint, gone: Iterable[Listener]) -> None:
         """Removes listeners, and the torch hook if nobody is left. Those that are not there are ignored."""
         with self.lock:
-            there = set(gone).intersection(point.listeners)
+            left_out = set(gone)
+            there = [listener for listener in point.listeners if listener in left_out]
             if not there:
                 return
-            point.keep_listeners([listener for listener in point.listeners if listener not in there])
+            point.keep_listeners([listener for listener in point.listeners if listener not in left_out])
             for listener in there:
                 if listener.kind != "read":
                     self._count_editor(listener, -1)

@@ -2,6 +2,9 @@
 
 import copy
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -144,3 +147,33 @@ def test_attribution_to_logits_needs_one_term_beside_the_stack(answers, embedded
         peak = peak_bytes(lambda: cache.logit_attrs(stack, answers))
     assert len(stack) > 12
     assert peak < 4 * stack[0].numel() * 4 + whole.numel() * 4 * 3
+
+
+HELD = """
+import torch
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+from bridge import TransformerBridge
+from bridge.analysis.patterns import PatternStatistics
+
+torch.set_grad_enabled(False)
+config = LlamaConfig(
+    hidden_size=64, num_hidden_layers=1, num_attention_heads=32, intermediate_size=64, vocab_size=61,
+    max_position_embeddings=4096,
+)
+bridge, tokens = TransformerBridge(LlamaForCausalLM(config).eval()), torch.randint(3, 61, (1, 4096))
+line = lambda what: float(Path("/proc/self/status").read_text().split(what)[1].split()[0]) / 1024
+name = "blocks.0.attn.hook_pattern"
+bridge.run_with_callback(tokens[:, :64], PatternStatistics(keys=[0], top=1), name, max_bytes=2**20)
+Path("/proc/self/clear_refs").write_text("5")
+before = line("VmRSS:")
+bridge.run_with_callback(tokens, PatternStatistics(keys=[0], top=1), name, max_bytes=2**25)
+print(line("VmHWM:") - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the process' own memory is read from Linux")
+def test_the_process_holds_pieces_and_not_the_whole():
+    """What stays of a piece must not stand in the room of the next: the heap would grow by each."""
+    done = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 400  # MB; a whole pattern takes 2,048

@@ -3,17 +3,22 @@
 Each runs twice, in processes of their own: with TransformerLens 2.18 and with `bridge.legacy` under its name.
 """
 
+import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from tests.clients.programs import hub
+
 ROOT = pathlib.Path(__file__).parent.parent.parent
-#: Where checkouts are, and the Python that has TransformerLens 2.18.
+#: Where checkouts are, the Python that has TransformerLens 2.18, packages that they need besides, GPT-2's vocabulary.
 FOLDER, THEIRS = os.environ.get("PROGRAMS"), os.environ.get("PROGRAMS_REFERENCE")
+SITE, VOCABULARY = os.environ.get("PROGRAMS_SITE", ""), os.environ.get("PROGRAMS_VOCABULARY", "")
 #: Each program, the folder in its repository that is imported from, and how far numbers may be from each other, of the
 #: largest. (An effect of ACDC is the difference of two divergences in float32.)
 PROGRAMS = {
@@ -21,28 +26,92 @@ PROGRAMS = {
     "activation_additions": ("activation_additions", 1e-5),
     "eap_ig": ("EAP-IG/src", 1e-5),
     "iit": ("iit", 1e-5),
+    "interp_bench": ("InterpBench", 1e-5),
     "path_patching": ("path_patching", 1e-5),
     "transcoder_circuits": ("transcoder_circuits", 1e-5),
     "universal_neurons": ("universal-neurons", 1e-5),
 }
+DEMOS, ARENA = "TransformerLens/demos", "ARENA_3.0/chapter1_transformer_interp/exercises"
+#: Notebooks and files of cells: how many layers GPT-2 has there, and which cells are not compared, with the reason.
+NOTEBOOKS = {
+    f"{DEMOS}/Main_Demo.ipynb": (12, {
+        23: "prints names and shapes of parameters, which are the model's own",
+        57: "loads checkpoints",
+        59: "loads checkpoints",
+    }),
+    f"{DEMOS}/Exploratory_Analysis_Demo.ipynb": (12, {32: "stacks the best heads of middle layers: there are none"}),
+    f"{DEMOS}/Head_Detector_Demo.ipynb": (12, {1: "uses a name that it does not define"}),
+    f"{DEMOS}/ARENA_Content.ipynb": (2, {}),
+    f"{DEMOS}/Othello_GPT.ipynb": (2, {}),
+    f"{ARENA}/part51_balanced_bracket_classifier/solutions.py": (2, {}),
+    f"{ARENA}/part52_grokking_and_modular_arithmetic/solutions.py": (2, {
+        2: "clones a repository", **dict.fromkeys((3, 4, 30, *range(44, 57)), "reads how a model was trained"),
+    }),
+}  # fmt: skip
+EDITS = {"N_SAMPLES = 5000": "N_SAMPLES = 200"}
+#: Singular vectors have no sign: with `refactor_factored_attn_matrices`, queries, keys and values have none.
+WITHOUT_SIGN = re.compile(r"hook_[qkvz]\]")
+
+
+def both(name, place, tmp_path, options="{}", **environment):
+    """What a program computes with theirs and with ours."""
+    assert pathlib.Path(f"{FOLDER}/{place}").exists(), f"{place} is not among the checkouts in {FOLDER}"
+    for whose, python in (("theirs", str(THEIRS)), ("ours", sys.executable)):
+        file = tmp_path / f"{whose}.pt"
+        path = os.pathsep.join(filter(None, (str(ROOT), SITE)))
+        done = subprocess.run(
+            [python, "-m", "tests.clients.programs", name, f"{FOLDER}/{place}", str(file), whose, options],
+            cwd=ROOT, env={**os.environ, "PYTHONPATH": path, "UNCHECKED": "1", **environment},
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert not done.returncode, done.stderr[-3000:]
+        yield torch.load(file)
+
+
+def agree(theirs, ours, tolerance):
+    """The same numbers, of the same shapes; and prints the largest difference, of the largest."""
+    assert list(ours) == list(theirs)
+    assert len(theirs) > 2
+    largest = 0.0
+    for key, right in theirs.items():
+        ours_, right_ = (x.abs() if WITHOUT_SIGN.search(key) else x for x in (ours[key], right))
+        assert ours_.shape == right_.shape, key
+        finite = right_.isfinite()
+        assert torch.equal(ours_.nan_to_num()[~finite], right_.nan_to_num()[~finite]), key
+        if not finite.any():
+            continue
+        difference = float((ours_ - right_)[finite].abs().max() / max(1.0, float(right_[finite].abs().max())))
+        assert difference < tolerance, (key, difference)
+        largest = max(largest, difference)
+    print(f"{len(theirs)} numbers, {largest:.1e}")
+
+
+pytestmark = pytest.mark.skipif(not (FOLDER and THEIRS), reason="PROGRAMS and PROGRAMS_REFERENCE say where they are")
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.skipif(not (FOLDER and THEIRS), reason="PROGRAMS and PROGRAMS_REFERENCE say where they are")
 def test_only_the_import_is_changed(name, tmp_path):
     place, tolerance = PROGRAMS[name]
-    found = {}
-    for whose, python in (("theirs", str(THEIRS)), ("ours", sys.executable)):
-        file = tmp_path / f"{whose}.pt"
-        done = subprocess.run(
-            [python, "-m", "tests.clients.programs", name, f"{FOLDER}/{place}", str(file), whose],
-            cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "UNCHECKED": "1"}, capture_output=True, text=True,
-        )  # fmt: skip
-        assert not done.returncode, done.stderr[-3000:]
-        found[whose] = torch.load(file)
-    ours, theirs = found["ours"], found["theirs"]
-    assert list(ours) == list(theirs)
-    assert len(theirs) > 2
-    for key, right in theirs.items():
-        assert ours[key].shape == right.shape, key
-        assert torch.allclose(ours[key], right, rtol=0, atol=tolerance * max(1.0, float(right.abs().max()))), key
+    agree(*both(name, place, tmp_path), tolerance)
+
+
+@pytest.fixture(scope="session")
+def hub_of(tmp_path_factory):
+    made = {}
+
+    def of(layers):
+        if layers not in made:
+            made[layers] = tmp_path_factory.mktemp("hub")
+            hub.write(made[layers], pathlib.Path(VOCABULARY), layers, 12 if layers == 12 else 3)
+        return str(made[layers])
+
+    return of
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+@pytest.mark.skipif(not VOCABULARY, reason="PROGRAMS_VOCABULARY says where GPT-2's vocabulary is")
+def test_cells(name, tmp_path, hub_of):
+    layers, skip = NOTEBOOKS[name]
+    place, _, file = name.rpartition("/")
+    options = json.dumps({"file": file, "skip": list(skip), "edits": EDITS})
+    agree(*both("cells", place, tmp_path, options, **hub.at(hub_of(layers))), 1e-4)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from adapters.inputs import takes
+from bridge.generation.batch import Answer
 from bridge.interventions import Add, Interventions, Scale, Set
 from tests.every_type.plain import Place, editing
 from tests.every_type.subject import Absent, Subject, Wrong, arranged
@@ -22,6 +24,7 @@ from tests.tiny_images import image_inputs
 NEW = 3
 _SEEN = ("gemma3", "llava", "qwen2_audio", "qwen2_vl", "qwen3_vl")
 _OURS = {"stop_at_eos": False, "verbose": False, "return_type": "tokens"}
+_REQUESTS = {"max_new_tokens": NEW, "do_sample": False, "stop_at_eos": False, "verbose": False}
 #: What goes with images though it may have the shape of the tokens.
 _NOT_ALONG = ("pixel", "image_grid", "input_features", "feature", "aspect", "qformer")
 
@@ -35,12 +38,14 @@ class Rows:
         main: the argument that is padded.
         alone: the arguments of each.
         lengths: how many tokens, or frames, each has.
+        said: what the bridge said of rows in a batch.
     """
 
     subject: Subject
     main: str
     alone: list[dict[str, Tensor]]
     lengths: list[int]
+    said: list[str] = field(default_factory=list)
 
     @cached_property
     def along(self) -> list[str]:
@@ -121,7 +126,29 @@ class Rows:
             tokens = given.pop(self.main)
         torch.manual_seed(0)
         way = {"do_sample": False, "num_beams": 1, **self.needed, **given, **_OURS, **way}
-        return self.subject.bridge.generate(tokens, max_new_tokens=NEW, **way)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            made = self.subject.bridge.generate(tokens, max_new_tokens=NEW, **way)
+        self.said += [said for each in told if "as it is alone" in (said := str(each.message))]
+        return made
+
+    def note_others(self, what: str) -> None:
+        """Notes that the model itself makes something else of rows in a batch than alone, which has to be told.
+
+        Raises:
+            Wrong: the bridge has said nothing of it.
+        """
+        chosen = getattr(self.subject.hf.config.get_text_config(decoder=True), "index_topk", None)
+        if self.said:
+            self.subject.not_seen.append(
+                f"the model itself {what} of rows in a batch than alone, and a warning says so"
+            )
+        elif chosen is not None and chosen < max(self.lengths) + NEW:
+            self.subject.not_seen.append(
+                f"the model itself {what} of rows in a batch than alone: padding decides which of equal keys it chooses"
+            )
+        else:
+            raise Wrong(f"the model itself {what} of rows in a batch than alone, and nobody is told")
 
     def written(self, sequences: Tensor, side: str) -> Tensor:
         """What the bridge wrote behind each row: padding is where the user had it."""
@@ -175,7 +202,7 @@ def _same_text(rows: Rows, ours: Tensor, alone: Sequence[Tensor], theirs: Callab
     if torch.equal(together, expected):
         subject.same(ours.double(), expected.double(), what, near=None)
     subject.same(ours.double(), together.double(), f"{what}, as the model itself", near=None)
-    subject.not_seen.append("the model itself writes other texts of rows in a batch than alone")
+    rows.note_others("writes other texts")
 
 
 def _are_alone(subject: Subject, **way: Any) -> None:
@@ -251,16 +278,32 @@ def rows_are_kept_alone(subject: Subject) -> None:
                 if torch.allclose(here, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max())):
                     subject.compared += 1
                     continue
-                found.clear()
+                own = _generated(rows, row, caches, ours)[:, : theirs.shape[1]]
+                if own.shape == here.shape and torch.allclose(here, own, rtol=1e-3, atol=1e-3 * float(own.abs().max())):
+                    subject.compared += 1
+                    subject.not_seen.append("the model's own generate computes another stream than its forward")
+                    continue
                 padded, own_at = rows.padded(rows.own_side)
-                with subject.itself(), _shown(subject, found):
-                    rows.theirs(padded, **caches)
-                steps = [x.reshape(len(at), -1, *ours.shape[2:]) for x in found]
-                whole = steps[-1] if len(steps) > 1 and steps[1].shape[1] > steps[0].shape[1] else torch.cat(steps, 1)
                 start = 0 if rows.decodes else own_at[i].start
-                own = whole[i : i + 1, start : start + theirs.shape[1]]
+                own = _generated(rows, padded, caches, ours)[i : i + 1, start : start + theirs.shape[1]]
                 subject.same(here, own, f"{side}, row {i}, as the model itself", near=1e-3)
-                subject.not_seen.append("the model itself computes another stream of rows in a batch than alone")
+                rows.note_others("computes another stream")
+
+
+def _generated(rows: Rows, given: dict[str, Tensor], caches: dict[str, Any], like: Tensor) -> Tensor:
+    """What enters the last block of the plain model in all steps of its own `generate`.
+
+    Args:
+        rows, caches: the rows, and whether it keeps keys and values.
+        given: what it is given.
+        like: the same as the bridge shows it.
+    """
+    found: list[Tensor] = []
+    with rows.subject.itself(), _shown(rows.subject, found):
+        rows.theirs(given, **caches)
+    count = len(next(iter(given.values())))
+    steps = [x.reshape(count, -1, *like.shape[2:]) for x in found]
+    return steps[-1] if len(steps) > 1 and steps[1].shape[1] > steps[0].shape[1] else torch.cat(steps, 1)
 
 
 @contextmanager
@@ -439,9 +482,8 @@ def requests_are_alone(subject: Subject) -> None:
         raise Absent("its blocks have no hook points")
     texts = [row["input_ids"][0] for row in rows.alone]
     bridge, drawn = subject.bridge, torch.Generator().manual_seed(3)
-    way = {"max_new_tokens": NEW, "do_sample": False, "stop_at_eos": False, "verbose": False}
     with torch.no_grad():
-        list(bridge.generate_batch([texts[0].tolist()], **way))  # refused, or not
+        list(bridge.generate_batch([texts[0].tolist()], **_REQUESTS))  # refused, or not
         with subject.itself():
             alone = [rows.theirs({"input_ids": text[None]})[0] for text in texts]
             with subject.edited(layer, lambda x: x * 0.5, stack):
@@ -452,7 +494,7 @@ def requests_are_alone(subject: Subject) -> None:
                 kinds = torch.randint(0, 4, (8,), generator=drawn).tolist()
                 each = [_hostile(name, drawn) if kind > 1 else [(name, Scale(0.5))] if kind else [] for kind in kinds]
                 prompts = [texts[i].tolist() for i in whose]
-                for answer in bridge.generate_batch(prompts, each=each, **way):
+                for answer in bridge.generate_batch(prompts, each=each, **_REQUESTS):
                     i, kind = whose[answer.index], kinds[answer.index]
                     if (kind > 1) != (answer.error is not None):
                         raise Wrong(f"{each[answer.index]}: the error is {answer.error!r}")
@@ -460,13 +502,30 @@ def requests_are_alone(subject: Subject) -> None:
                         expected = (halved if kind else alone)[i]
                         what = "a request with an edit" if kind else "a request"
                         subject.same(answer.tokens.double(), expected.double(), what, near=None)
-        for _ in bridge.generate_batch([text.tolist() for text in texts], **way):
+        _conflicting_edits_agree(subject, f"{stack}.{layer}", texts[0])
+        for _ in bridge.generate_batch([text.tolist() for text in texts], **_REQUESTS):
             break  # nobody wants the others
         padded, _ = Rows(subject, "input_ids", [{"input_ids": x[None]} for x in texts], rows.lengths).padded("right")
-        for answer in bridge.generate_batch(padded["input_ids"], attention_mask=padded.get("attention_mask"), **way):
-            if answer.error is not None:
-                raise Wrong(f"a padded request: {answer.error!r}")
-            subject.same(answer.tokens.double(), alone[answer.index].double(), "a padded request", near=None)
+        mask = padded.get("attention_mask")
+        for answer in bridge.generate_batch(padded["input_ids"], attention_mask=mask, **_REQUESTS):
+            _answers(subject, answer, alone[answer.index], "a padded request")
+
+
+def _answers(subject: Subject, answer: Answer, expected: Tensor, what: str) -> None:
+    if answer.error is not None:
+        raise Wrong(f"{what}: {answer.error!r}")
+    subject.same(answer.tokens.double(), expected.double(), what, near=None)
+
+
+def _conflicting_edits_agree(subject: Subject, block: str, text: Tensor) -> None:
+    """Edits that a run refuses together, for what one makes is read by another, are those of each request alone."""
+    bridge, parts = subject.bridge, ("ln1.hook_normalized", "hook_q_input", "hook_attn_in", "attn.hook_result")
+    edits = [(name, Scale(0.5)) for part in parts if (name := f"{block}.{part}") in bridge.hook_dict]
+    prompts = [text.tolist()] * len(edits)
+    for answer in bridge.generate_batch(prompts, each=[[edit] for edit in edits], **_REQUESTS) if edits else ():
+        with bridge.hooks(fwd_hooks=[edits[answer.index]]):
+            alone = bridge.generate(text[None], return_type="tokens", **_REQUESTS)[0, len(text) :]
+        _answers(subject, answer, alone, f"{edits[answer.index][0]} beside others")
 
 
 PROPERTIES: dict[str, Callable[[Subject], None]] = {

@@ -72,7 +72,11 @@ def test_states_are_those_after_the_last_token(kind):
 
 def test_rows_that_the_model_itself_mixes_up_are_refused():
     bridge = TransformerBridge(tiny_model("rwkv"))
-    with pytest.raises(ValueError, match=r"has 2 positions in a step of 1 .* Generate the rows one by one"):
+    said = r"has 2 positions in a step of 1 .* Generate the rows one by one"
+    with (
+        pytest.raises(ValueError, match=said),
+        pytest.warns(UserWarning, match="a row of a batch otherwise than alone"),
+    ):
         bridge.generate(prompt(), return_cache=True, **OPTIONS)
     out, cache = bridge.generate(prompt()[:1], return_cache=True, **OPTIONS)
     with torch.no_grad():

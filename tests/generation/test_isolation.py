@@ -8,10 +8,11 @@ from transformers import BloomConfig, BloomForCausalLM, GPTJConfig, GPTJForCausa
 
 from bridge import TransformerBridge
 from bridge.generation import batch
+from bridge.generation.packed import is_wrong
 from bridge.interventions import Add, Probe, Scale, Set
 from tests.adapters.unknown_classes.parts import randomised
 from tests.adapters.unknown_classes.plain_modules import HundredLines
-from tests.conftest import tiny, torch_hooks
+from tests.conftest import beside, seeds, tiny, torch_hooks
 from tests.tiny_images import image_inputs
 from tests.tiny_models import tiny_model
 
@@ -65,9 +66,22 @@ def hostile(bridge, drawn):
     return kinds[int(torch.randint(0, len(kinds), (), generator=drawn))]
 
 
-def alone(bridge, prompt, edits):
+def alone(bridge, prompt, edits, **way):
     with bridge.hooks(fwd_hooks=edits):
-        return bridge.generate(torch.tensor([prompt]), NEW, **GREEDY)[0, len(prompt) :].tolist()
+        return bridge.generate(torch.tensor([prompt]), NEW, **(GREEDY | way))[0, len(prompt) :].tolist()
+
+
+def asked(bridge, prompts, drawn):
+    """Prompts as lists or as one padded tensor, and how they are continued: to an end, to the last token, drawn."""
+    kind = int(torch.randint(0, 6, (), generator=drawn))
+    if kind == 1:  # padded on either side
+        side, rows = ("left", "right")[int(torch.randint(0, 2, (), generator=drawn))], list(map(torch.tensor, prompts))
+        mask = torch.nn.utils.rnn.pad_sequence([row * 0 + 1 for row in rows], batch_first=True, padding_side=side)
+        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=side)
+        return tokens, {"attention_mask": mask}
+    if kind == 2:  # they end at different times
+        return prompts, {"stop_at_eos": True, "eos_token_id": alone(bridge, prompts[0], [])[1]}
+    return prompts, {"do_sample": True, "temperature": 1.5, "output_logits": True} if kind == 3 else {}
 
 
 def compare_one(bridge, seed):
@@ -78,43 +92,82 @@ def compare_one(bridge, seed):
         torch.randint(3, 60, (int(torch.randint(1, 13, (), generator=drawn)),), generator=drawn).tolist()
         for _ in range(count)
     ]
+    prompts[-1] = prompts[int(torch.randint(0, count, (), generator=drawn))]  # of one prompt several
     bad = torch.rand(count, generator=drawn) < 0.4
     each, said = zip(*[hostile(bridge, drawn) if bad[i] else ([], None) for i in range(count)], strict=True)
-    found = {answer.index: answer for answer in bridge.generate_batch(prompts, NEW, each=each, **GREEDY)}
-    assert sorted(found) == list(range(count)), seed
+    given, way = asked(bridge, prompts, drawn)
+    left_at = count if torch.rand((), generator=drawn) < 0.9 else 1
+    answers, found = bridge.generate_batch(given, NEW, each=each, **(GREEDY | way)), {}
+    for answer in answers:
+        found[answer.index] = answer
+        if len(found) == left_at:
+            break  # nobody wants the others
+    answers.close()
+    assert sorted(found) == list(range(count)) or len(found) == left_at, seed
+    ends = {name: way[name] for name in ("stop_at_eos", "eos_token_id") if name in way}
     for i, answer in found.items():
-        if said[i] is not None:
+        ended = answer.error is None and answer.tokens[-1:].tolist() == [ends.get("eos_token_id")]
+        if said[i] is not None and not ended:  # it may end before the step that it would fail in
             assert answer.error is not None and said[i] in str(answer.error), (seed, i, said[i], answer)
             assert not len(answer.tokens)
+        elif said[i] is not None:
+            continue
+        elif "do_sample" in way:
+            assert answer.error is None, (seed, i, answer.error)
+            if not each[i]:
+                with torch.no_grad():
+                    right = bridge(torch.tensor([prompts[i] + answer.tokens[:-1].tolist()]))[0, len(prompts[i]) - 1 :]
+                torch.testing.assert_close(answer.logits, right, rtol=1e-4, atol=1e-4, msg=f"{seed}, {i}")
         else:
             assert answer.error is None, (seed, i, answer.error)
-            assert answer.tokens.tolist() == alone(bridge, prompts[i], each[i]), (seed, i, each[i])
-    assert not bridge.wiring.listening
+            assert answer.tokens.tolist() == alone(bridge, prompts[i], each[i], **ends), (seed, i, each[i])
 
 
 FAMILIES = [
     "llama", "gpt2", "mixtral", "gemma2", "gpt_neox", "qwen3",
-    "gemma3_text", "qwen2", "mistral", "phi3", "olmo2", "cohere",
+    "gemma3_text", "qwen2", "mistral", "phi3", "olmo2", "cohere", "granite",
 ]  # fmt: skip
+#: Of models that see, requests are text.
+SEEING = ["gemma3", "qwen2_vl"]
 
 
-def compare(family, count):
-    bridge = TransformerBridge(tiny_model(family))
-    before = bridge.core.config._attn_implementation
-    for seed in range(count):
-        compare_one(bridge, seed)
+def compare(family, numbers):
+    """Random batches, while another thread runs the same model."""
+    bridge = TransformerBridge(tiny_model(family, "image_text" if family in SEEING else "causal"))
+    before, tokens = bridge.core.config._attn_implementation, torch.tensor([[5, 6, 7, 8]])
+    runs = (
+        lambda: bridge(tokens),
+        lambda: bridge.run_with_hooks(tokens, fwd_hooks=[(RESID, Scale(0.5))]),
+        lambda: bridge.run_with_cache(tokens, names_filter=RESID)[1][RESID],
+    )
+    with beside(*runs):
+        for seed in numbers:
+            compare_one(bridge, seed)
     assert bridge.core.config._attn_implementation == before
+    assert not bridge.wiring.listening and not torch_hooks(bridge.original_model)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_healthy_requests_beside_hostile_ones(family):
-    compare(family, 4)
+    compare(family, range(4))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *SEEING])
 def test_healthy_requests_beside_many_hostile_ones(family):
-    compare(family, 2000)
+    compare(family, seeds(2000))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_what_is_no_number_is_found_among_numbers_whose_sum_is_none(dtype):
+    large = torch.full((64,), torch.finfo(dtype).max, dtype=dtype)
+    inf = float("inf")
+    for values, wrong, wrong_beside_masks in (
+        (large, False, False), (-large, False, False), (large * 0, False, False),
+        (torch.tensor([1.0, inf], dtype=dtype), True, True), (torch.tensor([1.0, -inf], dtype=dtype), True, False),
+        (torch.tensor([inf, -inf], dtype=dtype), True, True), (torch.tensor([float("nan")], dtype=dtype), True, True),
+    ):  # fmt: skip
+        assert is_wrong(values) == wrong and is_wrong(values, masks=True) == wrong_beside_masks
 
 
 def test_an_end_for_no_number_names_the_point_and_the_step():
@@ -196,7 +249,7 @@ def test_a_plain_module_is_refused_by_name_before_anything_runs():
     assert not ran
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen2_vl"])
+@pytest.mark.parametrize("family", SEEING)
 def test_requests_of_a_model_with_images_are_text_and_images_are_refused(family):
     bridge = TransformerBridge(tiny_model(family, "image_text"))
     for seed in range(4):

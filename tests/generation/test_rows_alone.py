@@ -6,8 +6,11 @@ import transformers
 from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
 
 from bridge import TransformerBridge
+from bridge.generation import options
 from bridge.interventions import Add, Interventions, Scale, Zero
-from tests.conftest import tiny
+from tests.adapters.unknown_classes.parts import randomised
+from tests.adapters.unknown_classes.plain_modules import HundredLines
+from tests.conftest import beside, seeds, tiny
 from tests.tiny_images import image_inputs
 from tests.tiny_models import tiny_model
 
@@ -49,13 +52,13 @@ def made(family):
     return shaken(getattr(transformers, family)(getattr(transformers, config)(**BART, **more)))
 
 
-def padded(side, seed=0):
+def padded(side, seed=0, lengths=LENGTHS):
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(3, 60, (3, LENGTHS[0]), generator=generator)
+    tokens = torch.randint(3, 60, (3, max(lengths)), generator=generator)
     mask = torch.zeros_like(tokens)
     rows = []
-    for i, length in enumerate(LENGTHS):
-        where = slice(8 - length, None) if side == "left" else slice(0, length)
+    for i, length in enumerate(lengths):
+        where = slice(max(lengths) - length, None) if side == "left" else slice(0, length)
         mask[i, where] = 1
         rows.append(tokens[i : i + 1, where].clone())
     return tokens.masked_fill(mask == 0, 0), mask, rows
@@ -66,23 +69,101 @@ def new_of(bridge, out, length):
     return out if bridge.core.config.is_encoder_decoder else out[..., length:]
 
 
-def compare(family, seeds):
-    bridge = TransformerBridge(made(family))
+def draw(drawn, *several):
+    return several[int(torch.randint(0, len(several), (), generator=drawn))]
+
+
+def edits_of(drawn, first, name):
+    """Edits of a batch (None), and those of its row `i` alone."""
     v = torch.randn(32, generator=torch.Generator().manual_seed(5))
-    name = "decoder.1.hook_resid_post" if bridge.core.config.is_encoder_decoder else "blocks.1.hook_resid_post"
-    first = name if not bridge.core.config.is_encoder_decoder else "encoder.1.hook_resid_post"
-    ways = [{}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}, {"use_past_kv_cache": False}]
-    edits = [[], [(first, Add(3 * v, positions=-1))], [(first, Add(3 * v, positions=0))], [(name, Scale(0.5))]]
-    for seed in range(seeds):
-        side, way, edit = ("left", "right")[seed % 2], ways[seed // 2 % 4], edits[seed // 3 % 4]
-        tokens, mask, rows = padded(side, seed)
-        with bridge.hooks(fwd_hooks=Interventions(edit, bridge)):
-            together = bridge.generate(tokens, 5, attention_mask=mask, padding_side="left", **way, **GREEDY)
-            alone = [bridge.generate(row, 5, **way, **GREEDY) for row in rows]
-        copies = len(together) // 3
-        for i, row in enumerate(rows):
-            got = new_of(bridge, together[i * copies : (i + 1) * copies], tokens.shape[1])
-            assert torch.equal(got, new_of(bridge, alone[i], row.shape[1])), (family, seed, side, way, edit, i)
+    at = draw(drawn, -1, -2, 0, 1)
+    whose = draw(drawn, 0, 1, 2)
+    return draw(
+        drawn,
+        lambda i: [],
+        lambda i: [(first, Add(3 * v, positions=at))],
+        lambda i: [(name, Scale(0.5))],
+        lambda i: [(first, Add(3 * v, positions=at, rows=[whose] if i is None else None))] * (i in (None, whose)),
+    )
+
+
+def compare(family, numbers):
+    """Padded rows in a batch and each alone, by the text, the scores and what is kept, while another thread runs."""
+    bridge = TransformerBridge(made(family))
+    both, tokens = bridge.core.config.is_encoder_decoder, torch.tensor([[5, 6, 7, 8]])
+    name = "decoder.1.hook_resid_post" if both else "blocks.1.hook_resid_post"
+    first = "encoder.1.hook_resid_post" if both else name
+    given = {"decoder_input_ids": tokens[:, :2]} if both else {}
+    runs = (
+        lambda: bridge(tokens, **given),
+        lambda: bridge.run_with_hooks(tokens, fwd_hooks=[(first, Scale(0.5))], **given),
+        lambda: bridge.run_with_cache(tokens, names_filter=first, **given)[1][first],
+    )
+    with beside(*runs):
+        for seed in numbers:
+            compare_one(bridge, seed, first, name)
+
+
+def compare_one(bridge, seed, first, name):
+    drawn = torch.Generator().manual_seed(seed)
+    side, lengths = draw(drawn, "left", "right"), torch.randint(2, 10, (3,), generator=drawn).tolist()
+    tokens, mask, rows = padded(side, seed, lengths)
+    of_row = edits_of(drawn, first, name)
+    edits = of_row(None)
+    way = draw(
+        drawn, {"output_logits": True}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2},
+        {"output_logits": True, "use_past_kv_cache": False}, {"return_cache": True}, {"do_sample": True},
+    )  # fmt: skip
+    if "return_cache" in way:
+        way["names_filter"] = [first, name]
+
+    def written(rows, edits, **more):
+        torch.manual_seed(seed)
+        with bridge.hooks(fwd_hooks=Interventions(edits, bridge)):
+            return bridge.generate(rows, 5, padding_side="left", **more, **(GREEDY | way))
+
+    together, where = written(tokens, edits, attention_mask=mask), (type(bridge.core).__name__, seed, side, way, edits)
+    if "do_sample" in way:
+        sampled_agree(bridge, rows, together, edits, seed)
+        return
+    for i, row in enumerate(rows):
+        alone, n = written(row, of_row(i)), tokens.shape[1]
+        if "output_logits" in way:
+            for ours, theirs in zip(together.logits, alone.logits, strict=True):
+                torch.testing.assert_close(ours[i : i + 1], theirs, rtol=1e-3, atol=1e-3, msg=str(where))
+        if "return_cache" in way:
+            same_activations(bridge, together[1], alone[1], mask[i].bool(), i, where)
+        texts = [x[0] if "return_cache" in way else x if torch.is_tensor(x) else x.sequences for x in (together, alone)]
+        copies = len(texts[0]) // 3
+        got = new_of(bridge, texts[0][i * copies : (i + 1) * copies], n)
+        assert torch.equal(got, new_of(bridge, texts[1], row.shape[1])), (*where, i)
+
+
+def same_activations(bridge, together, alone, real, i, where):
+    """What is kept of a padded row, at its tokens, is what is kept of it alone."""
+    for name in alone:
+        ours = together[name][i]
+        if name.startswith("encoder"):
+            ours = ours[real]
+        elif not name.startswith("decoder"):
+            ours = ours[len(real) - int(real.sum()) :]
+        torch.testing.assert_close(ours, alone[name][0], rtol=1e-3, atol=1e-3, msg=f"{where}, {i}, {name}")
+
+
+def sampled_agree(bridge, rows, together, edits, seed):
+    """Drawn with a seed, rows are those of the model's own `generate`, or of the bridge, padded on its side."""
+    side = "right" if bridge.core.config.is_encoder_decoder else "left"
+    pad = torch.nn.utils.rnn.pad_sequence
+    own = pad([row[0] for row in rows], batch_first=True, padding_side=side)
+    mask = pad([row[0] * 0 + 1 for row in rows], batch_first=True, padding_side=side)
+    torch.manual_seed(seed)
+    if edits:
+        with bridge.hooks(fwd_hooks=Interventions(edits, bridge)):
+            right = bridge.generate(own, 5, attention_mask=mask, padding_side=side, **(GREEDY | {"do_sample": True}))
+    else:
+        way = {"do_sample": True, "max_new_tokens": 5, "eos_token_id": None, "pad_token_id": 0}
+        right = bridge.original_model.generate(own, attention_mask=mask, **way)
+    assert torch.equal(new_of(bridge, together, own.shape[1]), new_of(bridge, right, own.shape[1])), (seed, edits)
 
 
 #: For each, which part of the sound or the images of two rows is that of one of them.
@@ -96,7 +177,7 @@ SEEN = {
 ALONG = {"gemma3": "token_type_ids", "qwen2_vl": "mm_token_type_ids"}
 
 
-def compare_seen(family, seeds):
+def compare_seen(family, numbers):
     """Prompts of unequal length, with an image or a sound in each."""
     model = shaken(tiny_model(family, "seq2seq" if family == "qwen2_audio" else "image_text"))
     if family == "gemma3":  # tied to the embeddings it would say each last token again, whatever it sees
@@ -112,7 +193,7 @@ def compare_seen(family, seeds):
     def all_of(ids):
         return {ALONG[family]: (ids == 5).int()} if family in ALONG else {}
 
-    for seed in range(seeds):
+    for seed in numbers:
         side, way, edit = ("left", "right")[seed % 2], ways[seed // 2 % 4], edits[seed // 3 % 4]
         drawn, rows = torch.Generator().manual_seed(seed), []
         for _ in range(2):
@@ -132,21 +213,111 @@ def compare_seen(family, seeds):
                 assert torch.equal(got, alone[:, len(row) :]), (family, seed, side, way, edit, i)
 
 
+def compare_plain(numbers):
+    """A module of nobody's class: rows of one length, drawn ones too, and edits of one row."""
+    module = randomised(HundredLines())
+    bridge, tokens = TransformerBridge(module), torch.tensor([[5, 6, 7, 8]])
+    name = next(name for name in bridge.hook_dict if name.endswith("1.hook_resid_post"))
+    with beside(
+        lambda: bridge(tokens),
+        lambda: bridge.run_with_hooks(tokens, fwd_hooks=[(name, Scale(0.5))]),
+        lambda: bridge.run_with_cache(tokens, names_filter=name)[1][name],
+    ):
+        for seed in numbers:
+            drawn = torch.Generator().manual_seed(seed)
+            rows = torch.randint(3, 40, (3, int(torch.randint(1, 8, (), generator=drawn))), generator=drawn)
+            whose, edit = draw(drawn, 0, 1, 2), draw(drawn, {}, {"positions": -1}, {"positions": 0})
+            kinds = draw(drawn, [], [(name, Scale(3.0, **edit))], [(name, Scale(-2.0, rows=[whose], **edit))])
+            ways = draw(drawn, {}, {"return_cache": True, "names_filter": name}, {"use_past_kv_cache": False})
+            with bridge.hooks(fwd_hooks=kinds):
+                together = bridge.generate(rows, 5, **ways, **GREEDY)
+            for i in range(3):
+                own = [(at, Scale(op.by, **edit)) for at, op in kinds if op.rows is None or i == whose]
+                with bridge.hooks(fwd_hooks=own):
+                    alone = bridge.generate(rows[i : i + 1], 5, **ways, **GREEDY)
+                if "return_cache" in ways:
+                    torch.testing.assert_close(together[1][name][i], alone[1][name][0], rtol=1e-3, atol=1e-3)
+                    assert torch.equal(together[0][i], alone[0][0]), (seed, i)
+                else:
+                    assert torch.equal(together[i], alone[0]), (seed, i)
+
+
+def test_each_row_of_a_plain_module_is_continued_as_it_would_be_alone():
+    compare_plain(range(12))
+
+
+@pytest.mark.slow
+def test_many_rows_of_a_plain_module_are_continued_as_they_would_be_alone():
+    compare_plain(seeds(500))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:transformers.*")
+@pytest.mark.parametrize("family", ["bart", "xlnet", "reformer", "rwkv", "recurrent_gemma"])
+def test_a_model_that_continues_a_padded_row_otherwise_than_alone_says_so(family, monkeypatch):
+    """transformers' own `generate` does: no argument for positions, a mask that is dropped, a state of the padding."""
+    bridge, tried = TransformerBridge(tiny_model(family)), []
+    monkeypatch.setattr(
+        options, "_said_of_rows", lambda *given, made=options._said_of_rows: tried.append(1) or made(*given)
+    )
+    tokens, mask, rows = padded("left")
+    name = type(bridge.core).__name__
+    said = rf"{name} continues a padded row of a batch otherwise than alone .* rows of one length together, or one by"
+    for run in (bridge.generate, bridge.hf_generate):
+        with pytest.warns(UserWarning, match=said):
+            run(tokens, max_new_tokens=2, attention_mask=mask, do_sample=False)
+    with pytest.warns(UserWarning, match=said):
+        next(bridge.generate_stream(tokens, max_new_tokens=2, attention_mask=mask, padding_side="left", **GREEDY))
+    assert len(tried) == 1
+    for row in rows:
+        bridge.generate(row, 2, **GREEDY)  # no warning, which would be an error
+    if family == "rwkv":
+        with pytest.warns(UserWarning, match=f"{name} continues a row of a batch otherwise than alone"):
+            bridge.generate(torch.cat([rows[0], rows[0] + 1]), 2, **GREEDY)
+    else:
+        bridge.generate(torch.cat([rows[0], rows[0] + 1]), 2, **GREEDY)
+
+
+def test_what_cannot_be_tried_of_a_padded_row_is_said():
+    bridge = TransformerBridge(tiny_model("kosmos-2", "image_text"))
+    tokens, mask, _ = padded("left")
+    given = {"pixel_values": torch.zeros(3, 3, 224, 224), "image_embeds_position_mask": torch.zeros_like(tokens)}
+    with pytest.warns(
+        UserWarning, match="as it would be alone could not be tried .ValueError: You have to specify pixel"
+    ):
+        options.tell_of_rows(bridge, options.prompt_of(bridge, tokens, options.TextOptions(), mask, given), given)
+
+
+def test_a_row_that_is_as_alone_is_tried_once_for_each_model_and_nothing_is_said(monkeypatch):
+    bridge, tried = TransformerBridge(tiny("llama")), []
+    monkeypatch.setattr(
+        options, "_said_of_rows", lambda *given, made=options._said_of_rows: tried.append(1) or made(*given)
+    )
+    tokens, mask, _ = padded("right")
+    seen = []
+    with bridge.hooks(fwd_hooks=[("blocks.0.hook_resid_post", lambda x, hook: seen.append(x.shape))]):
+        for _ in range(2):
+            torch.manual_seed(3)
+            state = torch.get_rng_state()
+            bridge.generate(tokens, 2, attention_mask=mask, **GREEDY)
+            assert torch.equal(torch.get_rng_state(), state)
+    assert tried == [1] and [shape[:2] for shape in seen] == [(3, 8), (3, 1)] * 2
+
+
 FAMILIES = [*ENCODERS_DECODERS, "t5", *DECODERS]
 
 
 @pytest.mark.parametrize("family", SEEN)
 def test_each_row_with_an_image_is_continued_as_it_would_be_alone(family):
-    compare_seen(family, 24)
+    compare_seen(family, range(24))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", SEEN)
 def test_many_rows_with_images_are_continued_as_they_would_be_alone(family):
-    compare_seen(family, 500)
+    compare_seen(family, seeds(500))
 
 
-def compare_heard(seeds):
+def compare_heard(numbers):
     """What a decoder writes of what an encoder hears: nothing is padded."""
     bridge = TransformerBridge(tiny_model("whisper", "speech"))
     bridge.core.generation_config.suppress_tokens = [0]  # transformers ends in an error where padding is all it writes
@@ -156,7 +327,7 @@ def compare_heard(seeds):
         [], [("encoder.1.hook_resid_post", Add(3 * v, positions=-1))], [("decoder.1.hook_resid_post", Scale(0.5))],
         [("decoder.0.hook_resid_post", Add(v, positions=0))],
     ]  # fmt: skip
-    for seed in range(seeds):
+    for seed in numbers:
         drawn, way, edit = torch.Generator().manual_seed(seed), ways[seed % 4], edits[seed // 2 % 4]
         features = torch.randn(3, 80, 128, generator=drawn)
         begins = torch.randint(3, 60, (3, 1 + seed % 3), generator=drawn)
@@ -169,7 +340,7 @@ def compare_heard(seeds):
 
 
 def test_each_row_of_sound_is_written_as_it_would_be_alone():
-    compare_heard(8)
+    compare_heard(range(8))
 
 
 def test_several_sequences_of_each_sound_are_those_of_rows_that_are_given_several_times():
@@ -194,18 +365,18 @@ def test_several_sequences_of_each_sound_are_those_of_rows_that_are_given_severa
 
 @pytest.mark.slow
 def test_many_rows_of_sound_are_written_as_they_would_be_alone():
-    compare_heard(500)
+    compare_heard(seeds(500))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_row_is_continued_as_it_would_be_alone(family):
-    compare(family, 8)
+    compare(family, range(8))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_many_rows_are_continued_as_they_would_be_alone(family):
-    compare(family, 500)
+    compare(family, seeds(500))
 
 
 @pytest.mark.parametrize("family", [*ENCODERS_DECODERS, "t5"])
@@ -303,11 +474,11 @@ def sound():
     return shaken(Wav2Vec2ForCTC(config), 0.1)
 
 
-def compare_padded_sound(seeds):
+def compare_padded_sound(numbers):
     """Runs of an encoder of sound: each row's frames, and an edit of them, are those of a run alone."""
     bridge, name = TransformerBridge(sound()), "blocks.1.hook_resid_pre"
     lengths_of = bridge.core._get_feat_extract_output_lengths
-    for seed in range(seeds):
+    for seed in numbers:
         drawn = torch.Generator().manual_seed(seed)
         lengths = torch.randint(2000, 6000, (3,), generator=drawn)
         rows = [torch.randn(int(n), generator=drawn) for n in lengths]
@@ -324,13 +495,13 @@ def compare_padded_sound(seeds):
 
 @torch.no_grad()
 def test_padded_sound_is_what_it_is_alone():
-    compare_padded_sound(4)
+    compare_padded_sound(range(4))
 
 
 @torch.no_grad()
 @pytest.mark.slow
 def test_much_padded_sound_is_what_it_is_alone():
-    compare_padded_sound(500)
+    compare_padded_sound(seeds(500))
 
 
 def test_positions_of_padded_sound_are_counted_in_its_frames():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bridge import TransformerBridge
-from bridge.interventions import Add, Interventions, Mean, ProjectOut, Replace, Scale, Set, Zero
+from bridge.interventions import Add, Clamp, Interventions, Mean, ProjectOut, Replace, Scale, Set, Zero
 from tests.conftest import tiny
 
 POINT = "blocks.1.hook_resid_post"
@@ -113,6 +113,9 @@ def test_points_and_numbers_that_do_not_fit_are_refused_before_anything_runs(bri
     bridge.reset_hooks()
     with pytest.raises(IndexError, match="one of positions at"):
         bridge.run_with_hooks(tokens, fwd_hooks=[(POINT, Zero(positions=6))])
+    for operation in (Add(torch.ones(33)), Set(torch.ones(1, 1, 31)), Scale(torch.ones(5)), ProjectOut(torch.ones(31))):
+        with pytest.raises(ValueError, match=rf"has shape .* {POINT} has 32 entries along its last axis, d_model"):
+            bridge.run_with_hooks(tokens, fwd_hooks=[(POINT, operation)])
     with pytest.raises(ValueError, match="needs the positions of the prompt"):
         bridge.run_with_hooks(tokens, fwd_hooks=[(POINT, Replace(torch.ones(1, 5, 32)))])
 
@@ -127,6 +130,7 @@ def test_arguments_that_mean_nothing_are_refused():
         (lambda: Zero(positions=1, part="prompt"), "give one of them"),
         (lambda: ProjectOut(torch.ones(2, 4)), "depend on each other"),
         (lambda: ProjectOut(torch.ones(2, 4, 4)), "has shape"),
+        (lambda: Clamp(2.0, 1), "nothing is between them"),
         (lambda: Mean("positions"), "must be 'rows', 'heads' or 'features'"),
     ):
         with pytest.raises((TypeError, ValueError), match=said):

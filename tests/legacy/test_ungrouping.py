@@ -49,6 +49,17 @@ def test_the_model_computes_what_it_did(family):
     assert wrong_values(model, family, "processed") == []
 
 
+def test_a_seed_draws_what_it_drew_before_they_were_ungrouped():
+    fields = {
+        "n_layers": 2, "d_model": 16, "n_ctx": 8, "d_head": 4, "n_heads": 4, "n_key_value_heads": 2, "d_vocab": 10,
+        "act_fn": "silu", "device": "cpu", "seed": 3,
+    }  # fmt: skip
+    grouped, ungrouped = (HookedTransformer(fields | {"ungroup_grouped_query_attention": on}) for on in (False, True))
+    assert ungrouped.cfg.ungroup_grouped_query_attention
+    assert torch.equal(ungrouped.W_K, grouped.W_K)
+    assert torch.allclose(ungrouped([[1, 2, 3]]), grouped([[1, 2, 3]]), atol=1e-6)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_one_heads_key_is_its_own(family):
     model, tokens = load(family), reference(family)["tokens"]

@@ -4,12 +4,13 @@ import json
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2Model
+from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaForCausalLM
 
 from bridge import TransformerBridge
 from bridge.lens import TunedLens, lens, unembedding_hash
 from tests.analysis.models import bridge_of
 from tests.conftest import tiny, torch_hooks
+from tests.taps.test_touching import peak_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -136,6 +137,33 @@ def test_long_prompts_are_decoded_in_parts(bridge, tokens, monkeypatch):
     found = lens(bridge, tokens)
     assert torch.equal(found.top(4).tokens, right.tokens)
     torch.testing.assert_close(found.divergence(), lens(bridge, tokens).divergence())
+
+
+@pytest.mark.unchecked
+def test_a_bound_on_memory():
+    config = LlamaConfig(
+        hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=48, vocab_size=20_000,
+    )  # fmt: skip
+    bridge = TransformerBridge(LlamaForCausalLM(config).eval())
+    tokens, bound = torch.randint(3, 20_000, (2, 96)), 2**23  # the logits of a layer take 15 MB, in float64 30
+    free, bounded = lens(bridge, tokens), lens(bridge, tokens, max_bytes=bound)
+    asked = [lambda x: x.top(5).tokens, lambda x: x.probabilities(7), lambda x: x.ranks(7), lambda x: x.divergence()]
+    for ask in asked:
+        torch.testing.assert_close(ask(bounded), ask(free))
+        assert peak_bytes(lambda ask=ask: ask(bounded)) < 1.1 * bound
+        assert peak_bytes(lambda ask=ask: ask(free)) > 4 * bound
+    with pytest.raises(ValueError, match="max_bytes"):
+        lens(bridge, tokens, max_bytes=0)
+
+
+@pytest.mark.unchecked
+def test_streams_are_not_held_twice():
+    config = LlamaConfig(
+        hidden_size=64, num_hidden_layers=12, num_attention_heads=4, intermediate_size=64, vocab_size=61,
+    )  # fmt: skip
+    bridge, tokens = TransformerBridge(LlamaForCausalLM(config).eval()), torch.randint(3, 61, (2, 256))
+    size = lens(bridge, tokens).streams.nbytes
+    assert peak_bytes(lambda: lens(bridge, tokens)) < 2.2 * size + peak_bytes(lambda: bridge(tokens))
 
 
 @pytest.mark.parametrize("case", ["gemma2", "bloom", "opt", "native-no_norm"])

@@ -106,6 +106,29 @@ def test_runs_that_start_later_give_what_whole_runs_give(bridge, pair, monkeypat
             torch.testing.assert_close(generic_activation_patch(*arguments, verbose=False), later, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("max_bytes", [1, 10**5])
+def test_a_bound_on_memory_says_how_many_patches_are_one_run(bridge, pair, monkeypatch, max_bytes):
+    clean, corrupted = pair
+    _, cache = bridge.run_with_cache(clean)
+    sizes, own = [], PatchedRuns._most
+
+    def most(self, run, length):
+        sizes.append(own(self, run, length))
+        return sizes[-1]
+
+    monkeypatch.setattr(PatchedRuns, "_most", most)
+    arguments = (bridge, corrupted, cache, metric, layer_pos_patch_setter, "resid_pre", ("layer", "pos"))
+    found = generic_activation_patch(*arguments, verbose=False, max_bytes=max_bytes)
+    monkeypatch.setattr("bridge.patching.runs.may_start_later", lambda model: False)
+    torch.testing.assert_close(generic_activation_patch(*arguments, verbose=False), found, atol=1e-5, rtol=1e-4)
+    cfg = bridge.cfg
+    one = (16 * cfg.d_model + 6 * cfg.d_mlp + 3 * cfg.n_heads * 5) * 4 * 2  # bytes of a position of two prompts
+    assert set(sizes) == {1} if max_bytes == 1 else all(n * one <= max_bytes for n in sizes) and max(sizes) > 1
+    for wrong in ({"max_bytes": 0}, {"max_bytes": 9, "patches_per_run": 2}):
+        with pytest.raises(ValueError, match="max_bytes"):
+            generic_activation_patch(*arguments, verbose=False, **wrong)
+
+
 def test_every_standard_activation_can_be_patched_from_its_layer_on(bridge, pair):
     clean, corrupted = pair
     _, cache = bridge.run_with_cache(clean)

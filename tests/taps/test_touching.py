@@ -1,5 +1,7 @@
 """Scores and patterns of the heads and queries that a hook touches are made, and no others: with the same results."""
 
+import copy
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 
@@ -16,6 +18,7 @@ from bridge.cache import ActivationCache
 from bridge.hooks.parts import rows_within
 from bridge.interventions import Add, Clamp, Mean, Replace, Scale, Set, Touching, Zero
 from bridge.taps.attention_call import AttentionCall
+from bridge.trace.coroutine import PointNeverCameError, PointPassedError
 from tests.conftest import tiny
 from tests.taps.test_kernels import by_hand, windowed
 from tests.tiny_models import checkpoint, tiny_model
@@ -153,6 +156,196 @@ def test_values_edits_and_gradients_are_those_of_the_whole(family, task, attenti
                 torch.testing.assert_close(shown[0], part, atol=2e-6, rtol=1e-5)
                 assert bool(made) is (hf.config._attn_implementation == "sdpa")
                 assert all(h * q <= 18 for h, q in made)  # of 36
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(("family", "task"), FAMILIES)
+def test_caches_traces_and_added_hooks_of_some_heads(family, task, attention, made):
+    hf = tiny_model(family, task)
+    hf.set_attn_implementation("eager" if family in BY_HAND else attention)
+    bridge, kernel = TransformerBridge(hf), hf.config._attn_implementation == "sdpa"
+    tokens, mask, more = inputs_of(task)
+    half = (slice(0, 4, 3), slice(4, 6))
+
+    def gradients(logits):
+        hf.zero_grad()
+        logits.log_softmax(-1)[..., 7].sum().backward()
+        return {key: x.grad.clone() for key, x in hf.named_parameters() if x.grad is not None}
+
+    for name in names_of(task):
+        for given in (more, more | {"attention_mask": mask}):
+            whole = bridge.run_with_cache(tokens, names_filter=name, **given)[1][name]
+            made.clear()
+            _, cache = bridge.run_with_cache(tokens, names_filter={name: [-1, 0]}, **given)
+            assert list(cache) == [f"{name}[0, 3]"] and name not in cache
+            torch.testing.assert_close(cache.part(name, heads=[3, 0]), whole[:, [3, 0]], atol=2e-6, rtol=0)
+            torch.testing.assert_close(cache.part(name, heads=-1, queries=2), whole[:, 3, 2], atol=2e-6, rtol=0)
+            torch.testing.assert_close(cache[f"{name}[0, 3]"], whole[:, ::3], atol=2e-6, rtol=0)
+            assert all(h <= 2 for h, _ in made) and bool(made) is kernel
+            expected = bridge.run_with_hooks(tokens, fwd_hooks=[(name, on_the_whole(softened, *half))], **given)
+            slopes = gradients(expected)
+            made.clear()
+            with bridge.trace(tokens, **given) as run:
+                part = run.part(name, heads=[0, 3], queries=slice(4, 6))
+                before = part.detach().clone()
+                part *= 0.25
+            (handle,) = bridge.add_hook(name, softened_hook, heads=[0, -1], queries=slice(4, 6))
+            with handle:
+                added = bridge(tokens, **given)
+            assert bool(made) is kernel and all(sizes == (2, 2) for sizes in made)
+            torch.testing.assert_close(before, whole[:, half[0], half[1]], atol=2e-6, rtol=0)
+            for logits in (run.logits, added):
+                torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
+                for key, slope in gradients(logits).items():
+                    torch.testing.assert_close(slope, slopes[key], atol=2e-4, rtol=1e-3)
+            assert run.grad(name).shape == before.shape
+
+
+def softened_hook(x, hook):
+    """`softened`, as a hook function."""
+    return softened(x)
+
+
+def test_a_cache_of_some_heads_says_so(tokens, made):
+    bridge = TransformerBridge(tiny("llama"))
+    chosen = {"blocks.0.hook_resid_pre": None, SCORES: 2, "blocks.2.attn.hook_q": [0, 3], "blocks.2.attn.hook_k": 1}
+    _, whole = bridge.run_with_cache(tokens)
+    _, cache = bridge.run_with_cache(tokens, names_filter=chosen)
+    assert list(cache) == [
+        "blocks.0.hook_resid_pre", f"{SCORES}[2]", "blocks.2.attn.hook_q[0, 3]", "blocks.2.attn.hook_k[1]",
+    ]  # fmt: skip
+    assert torch.equal(cache["resid_pre", 0], whole["resid_pre", 0])
+    assert torch.equal(cache.part("q", 2, heads=3), whole["q", 2][:, :, 3])
+    assert torch.equal(cache.part("k", 2, heads=[1]), whole["k", 2][:, :, [1]])
+    assert cache["blocks.2.attn.hook_q[0, 3]"].untyped_storage().nbytes() == 2 * 9 * 2 * 8 * 4  # and nothing else
+    for ask, said in (
+        (lambda: cache["q", 2], r"it holds the heads \[0, 3\] alone: cache.part\('blocks.2.attn.hook_q', heads=0\)"),
+        (lambda: cache.part("q", 2), r"keeps the heads \[0, 3\], not \[1, 2\]"),
+        (lambda: cache.part("q", 2, heads=[0, 1]), r"keeps the heads \[0, 3\], not \[1\]"),
+    ):
+        with pytest.raises(KeyError, match=said):
+            ask()
+    with pytest.raises(IndexError):
+        cache.part("q", 2, heads=4)
+    copied = pickle.loads(pickle.dumps(cache))
+    assert torch.equal(copied.part("blocks.2.attn.hook_q", heads=0), whole["q", 2][:, :, 0])
+    row = bridge.run_with_cache(tokens[:1], names_filter=chosen, remove_batch_dim=True)[1]
+    torch.testing.assert_close(row.part("attn_scores", 1, heads=2), whole["attn_scores", 1][0, 2], atol=2e-6, rtol=0)
+    assert copied.apply_slice_to_batch_dim(1).part("blocks.2.attn.hook_q", heads=0).shape == (9, 8)
+    some, _ = bridge.run_with_cache(tokens, names_filter=chosen, pos_slice=-1), made.clear()
+    assert some[1].part("attn_scores", 1, heads=2).shape == (2, 1, 9)
+    values = bridge.run_with_cache(tokens, names_filter=chosen, return_cache_object=False)[1]
+    assert list(values) == list(cache)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "options", "error", "said"),
+    [
+        ({PATTERN: 4}, {}, IndexError, "has 4 of them"),
+        ({"blocks.1.hook_resid_pre": 1}, {}, ValueError, "no heads among them"),
+        ({PATTERN: "3"}, {}, TypeError, "whole number"),
+        ({PATTERN: []}, {}, ValueError, "chooses nothing"),
+        ({}, {}, ValueError, "empty"),
+        ({"blocks.9.attn.hook_pattern": 1}, {}, KeyError, "blocks.9"),
+        ({PATTERN: 1}, {"incl_bwd": True, "return_type": "loss"}, ValueError, "no gradients"),
+        ({PATTERN: 1}, {"reset_hooks_end": False}, ValueError, "no hooks that stay"),
+    ],
+)
+@pytest.mark.unchecked
+def test_heads_of_a_cache_that_are_refused_before_anything_runs(chosen, options, error, said, tokens):
+    bridge = TransformerBridge(tiny("llama"))
+    bridge.original_model.forward = None
+    with pytest.raises(error, match=said):
+        bridge.run_with_cache(tokens, names_filter=chosen, **options)
+
+
+@pytest.mark.parametrize("name", [PATTERN, SCORES])
+@torch.no_grad()
+def test_some_heads_of_what_cannot_wait(name, tokens, made):
+    """Behind a past, under autocast, and beside one who needs all."""
+    bridge = TransformerBridge(tiny("llama"))
+    _, past = bridge(tokens[:, :5], return_type="logits_and_cache")
+    given = {"past_key_values": copy.deepcopy(past)}
+    whole = bridge.run_with_cache(tokens[:, 5:], names_filter=name, past_key_values=past)[1][name]
+    made.clear()
+    _, cache = bridge.run_with_cache(tokens[:, 5:], names_filter={name: 3}, **given)
+    assert made == [(1, 4)] and torch.equal(cache.part(name, heads=[3]), whole[:, [3]])
+    with torch.autocast("cpu", torch.bfloat16):
+        whole = bridge.run_with_cache(tokens, names_filter=name)[1][name]
+        made.clear()
+        _, cache = bridge.run_with_cache(tokens, names_filter={name: [0, 2]})
+    assert made == [(2, 9)] and torch.equal(cache.part(name, heads=[2]), whole[:, [2]])
+    seen = []
+    with bridge.hooks(fwd_hooks=[(name, lambda x, hook: seen.append(x.clone()) or x * 0.5)]):
+        _, cache = bridge.run_with_cache(tokens, names_filter={name: 1})
+    assert torch.equal(cache.part(name, heads=1), seen[0][:, 1] * 0.5)
+
+
+def test_parts_of_a_trace_in_their_order(tokens, made):
+    bridge = TransformerBridge(tiny("llama"))
+    _, whole = bridge.run_with_cache(tokens)
+    with torch.no_grad(), bridge.trace(tokens, capture=["blocks.1.hook_resid_post"]) as run:
+        first = run["blocks.0.hook_resid_post"]
+        head = run.part("blocks.1.attn.hook_pattern", heads=1)
+        later = run["blocks.1.hook_mlp_out"]
+        kept = head.clone()
+    assert made == [(1, 9)]
+    torch.testing.assert_close(head, whole["pattern", 1][:, [1]], atol=2e-6, rtol=0)
+    assert torch.equal(first, whole["resid_post", 0]) and torch.equal(kept, head)
+    torch.testing.assert_close(later, whole["mlp_out", 1], atol=1e-5, rtol=1e-5)
+    made.clear()
+    with torch.no_grad(), bridge.trace(tokens) as run:  # inside of an attention that is open, all are made
+        q = run["blocks.1.attn.hook_q"]
+        head = run.part(SCORES, heads=1)
+        both = run[PATTERN]
+    assert torch.equal(q, whole["q", 1]) and made == [(4, 9)]
+    torch.testing.assert_close(head, whole["attn_scores", 1][:, [1]], atol=2e-6, rtol=0)
+    torch.testing.assert_close(both, whole["pattern", 1], atol=2e-6, rtol=0)
+
+
+def test_parts_that_a_trace_refuses(tokens):
+    bridge = TransformerBridge(tiny("llama"))
+
+    def traced(*names, **chosen):
+        with bridge.trace(tokens) as run:
+            for name in names:
+                run.part(name, **chosen)
+
+    with pytest.raises(PointNeverCameError):  # who listens was settled when the attention began
+        traced(SCORES, PATTERN, heads=1)
+    with pytest.raises(PointPassedError):
+        traced("blocks.2.attn.hook_z", PATTERN, heads=1)
+    with pytest.raises(IndexError):
+        traced(PATTERN, heads=4)
+    with pytest.raises(ValueError, match="neither heads"):
+        traced(PATTERN)
+    with pytest.raises(ValueError, match="no heads"):
+        traced("blocks.0.hook_resid_pre", heads=1)
+
+
+def test_parts_of_a_trace_elsewhere(tokens):
+    bridge = TransformerBridge(tiny("llama"))
+    _, whole = bridge.run_with_cache(tokens)
+    z = whole["z", 1].clone()
+    with torch.no_grad(), bridge.trace(tokens) as run:
+        part = run.part("blocks.1.attn.hook_z", heads=2)
+        part[:] = 0
+        after = run["blocks.1.hook_attn_out"]
+    z[:, :, 2] = 0
+    expected = bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.attn.hook_z", lambda x, hook: z)])
+    torch.testing.assert_close(run.logits, expected, atol=1e-5, rtol=1e-5)
+    assert not torch.equal(after, whole["attn_out", 1])
+    given = whole["resid_pre", 0].clone()
+    with torch.no_grad(), bridge.trace(given) as run:  # which the model goes on with as it is
+        run.part("blocks.0.hook_resid_pre", queries=2).zero_()
+    assert torch.equal(given, whole["resid_pre", 0])
+    given[:, 2] = 0
+    torch.testing.assert_close(run.logits, bridge(given), atol=1e-5, rtol=1e-5)
+    steps = []
+    with bridge.trace_generate(tokens[:1], max_new_tokens=2, do_sample=False) as run:
+        for step in run.steps:
+            steps.append(step.part(PATTERN, heads=3).shape)
+    assert steps == [(1, 1, 9, 9), (1, 1, 1, 10)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

@@ -1,9 +1,13 @@
-"""Runs functions of one checkout, and stores numbers: `python -m tests.clients.programs NAME FOLDER FILE [ours]`."""
+"""Runs functions of one checkout, and stores numbers.
+
+`python -m tests.clients.programs NAME FOLDER FILE [ours [OPTIONS]]`.
+"""
 
 import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import json
 import sys
 from types import ModuleType
 from unittest.mock import MagicMock
@@ -11,7 +15,10 @@ from unittest.mock import MagicMock
 import torch
 
 #: What programs import for pictures, logs and tables of results, and nothing that is run here needs.
-UNUSED = ("wandb", "pygraphviz", "cmapy", "plotly", "networkx", "matplotlib", "seaborn", "zstandard")
+UNUSED = (
+    "wandb", "pygraphviz", "cmapy", "plotly", "networkx", "matplotlib", "seaborn", "zstandard", "tracr", "jax", "chex",
+    "haiku", "cloudpickle",
+)  # fmt: skip
 
 
 class Nothing(ModuleType):
@@ -26,10 +33,13 @@ class Nothing(ModuleType):
 
 
 class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds modules of `UNUSED` packages that are not installed."""
+    """Finds modules of packages that are not used."""
+
+    def __init__(self, packages: tuple[str, ...]) -> None:
+        self.packages = packages
 
     def find_spec(self, name, path=None, target=None):
-        return importlib.machinery.ModuleSpec(name, self) if name.partition(".")[0] in UNUSED else None
+        return importlib.machinery.ModuleSpec(name, self) if name.partition(".")[0] in self.packages else None
 
     def create_module(self, spec):
         return Nothing(spec.name)
@@ -38,8 +48,8 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def main(name: str, folder: str, file: str, whose: str = "theirs") -> None:
-    """Runs one program with the one library or the other."""
+def main(name: str, folder: str, file: str, whose: str = "theirs", options: str = "{}") -> None:
+    """Runs one program with the one library or the other; `options` are those of its `numbers`, in JSON."""
     torch.set_num_threads(1)
     if whose == "ours":
         import bridge.legacy.as_transformer_lens  # noqa: F401  # before the program imports the other one
@@ -47,11 +57,12 @@ def main(name: str, folder: str, file: str, whose: str = "theirs") -> None:
 
     is_ours = transformer_lens.__name__.startswith("bridge")
     assert is_ours == (whose == "ours"), transformer_lens.__file__
-    sys.meta_path.append(Absent())  # behind the finders of what is installed
+    sys.meta_path.append(Absent(UNUSED))  # behind the finders of what is installed
     sys.path.insert(0, folder)
     program = importlib.import_module(f"tests.clients.programs.{name}")
     torch.manual_seed(0)
-    torch.save({key: torch.as_tensor(value).detach().double() for key, value in program.numbers().items()}, file)
+    found = program.numbers(**json.loads(options))
+    torch.save({key: torch.as_tensor(value).detach().double() for key, value in found.items()}, file)
 
 
 if __name__ == "__main__":
