@@ -216,8 +216,8 @@ def said(found: dict[str, Any], transformers: str) -> Iterator[str]:
 HEAD = """# Versions
 
 Which versions work was measured by `make matrix`: each row is an environment of its own, and each number counts tests
-that passed. *Families*: tiny random models; logits equal to Hugging Face's bit by bit, the cache, the pattern against the
-model's own, an edit against a plain torch hook, generated tokens, `verify`. *Features*: one use of each part of the
+that passed. *Families*: tiny random models; logits equal to Hugging Face's bit by bit, the cache, the pattern against
+the model's own, an edit against a plain torch hook, generated tokens, `verify`. *Features*: one use of each part of the
 library. *Reference numbers*: HookedTransformer's.
 
 | transformers | torch | Python | families | features | reference numbers | part of the suite |
