@@ -648,6 +648,44 @@ class EdgeScores:
                 reach(more)
         return self._circuit(chosen)
 
+    @refuse_wrong_types
+    def auroc(self, known: Circuit, shares: Sequence[float] | None = None) -> float:
+        """How well the scores tell a known circuit's edges from the others: the area under the curve of both rates.
+
+        1: every edge of the circuit has a larger score, of either sign, than every other; 0.5: as by chance.
+
+        Args:
+            known: the circuit.
+            shares: of all edges, such as `SHARES`: the area is that under the greedy circuits of these sizes, as in the
+                code of the Mechanistic Interpretability Benchmark (rounded up, from the first circuit on). None: over
+                all pairs of an edge in the circuit and one that is not; ties count half.
+
+        Raises:
+            ValueError: a circuit of another graph, or with all edges or none; shares that do not grow to 1.
+
+        Example:
+            >>> from bridge.circuits import SHARES, edge_attribution
+            >>> from bridge.tasks import compiled
+            >>> task = compiled("reverse")
+            >>> scores = edge_attribution(task.bridge, task.clean, task.corrupted, task.metric())
+            >>> scores.auroc(task.circuit), 0.9 < scores.auroc(task.circuit, SHARES) <= 1
+            (1.0, True)
+        """
+        if known.graph != self.graph:
+            raise ValueError(f"the circuit is of {known.graph}, and these scores of {self.graph}")
+        edges = self.graph.exists
+        right = known.mask[edges]
+        if shares is None:
+            return area_under_rates(self.flat.abs(), right)
+        _check_shares(shares)
+        if shares[-1] != 1:
+            raise ValueError(f"shares are {tuple(shares)}; the last one must be 1, all edges")
+        if right.all() or not right.any():
+            raise ValueError(_NOTHING_TO_TELL)
+        chosen = [self.greedy(math.ceil(share * len(right))).pruned().mask[edges] for share in shares]
+        false, true = (torch.stack([found[which].double().mean() for found in chosen]) for which in (~right, right))
+        return float(torch.trapezoid(true, false / false[-1]))
+
     @property
     def nodes(self) -> dict[str, float]:
         """What each head and MLP counts: the sum over the edges that leave it.
@@ -695,6 +733,31 @@ class EdgeScores:
 
 
 #: The shares of the edges at which the Mechanistic Interpretability Benchmark looks.
+_NOTHING_TO_TELL = "all of these are in the circuit, or none is: there is nothing to tell apart"
+
+
+def area_under_rates(scores: Float[Tensor, " one"], right: Bool[Tensor, " one"]) -> float:
+    """The share of pairs (one right, one not) in which the right one has the larger score; ties count half.
+
+    Args:
+        scores: of each.
+        right: which are right.
+
+    Raises:
+        ValueError: all are right, or none is.
+    """
+    if right.all() or not right.any():
+        raise ValueError(_NOTHING_TO_TELL)
+    outside, inside = scores[~right].sort().values, scores[right]
+    below = torch.searchsorted(outside, inside) + torch.searchsorted(outside, inside, right=True)
+    return float(below.double().mean() / 2 / len(outside))
+
+
+def _check_shares(shares: Sequence[float]) -> None:
+    if not shares or not shares[0] >= 0 or not shares[-1] <= 1 or list(shares) != sorted(set(shares)):
+        raise ValueError(f"shares are {tuple(shares)}; they must grow, from 0 to 1")
+
+
 SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
@@ -731,8 +794,7 @@ def faithfulness_curve(
         (0.75, 0.25)
     """
     check_choice("choose", choose, ("top", "greedy", "top_nodes"))
-    if not shares or not shares[0] >= 0 or not shares[-1] <= 1 or list(shares) != sorted(set(shares)):
-        raise ValueError(f"shares are {tuple(shares)}; they must grow, from 0 to 1")
+    _check_shares(shares)
     pick = {"top": scores.top, "greedy": scores.greedy, "top_nodes": scores.top_nodes}[choose]
     whole = len(scores.graph.senders) if choose == "top_nodes" else scores.graph.n_edges
     # The benchmark's code rounds down, and leaves out what is on no way from the embeddings to the logits.

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from bridge.bridge import TransformerBridge
-from bridge.circuits.circuits import EdgeScores
+from bridge.circuits.circuits import Circuit, EdgeScores, area_under_rates
 from bridge.circuits.graph import Graph, Metric
 from bridge.native import NativeConfig
 
@@ -69,7 +69,16 @@ class Compiled:
         Args:
             scores: of this model's edges.
         """
-        return _auc({name: abs(scores[name]) for name in _names(scores.graph)}, self.edges)
+        return scores.auroc(self.circuit)
+
+    @property
+    def circuit(self) -> Circuit:
+        """The known circuit, of the model's graph."""
+        graph = Graph.of(self.bridge)
+        mask = torch.zeros_like(graph.exists)
+        for edge in self.edges:
+            mask[graph.edge(edge)] = True
+        return Circuit(graph, mask)
 
     def node_auc(self, scores: EdgeScores) -> float:
         """The same of the nodes: a node's score is that of its largest edge out.
@@ -77,30 +86,7 @@ class Compiled:
         Args:
             scores: of this model's edges.
         """
-        largest = dict.fromkeys(scores.graph.senders, 0.0)
-        for name in _names(scores.graph):
-            sender = name.split("->")[0]
-            largest[sender] = max(largest[sender], abs(scores[name]))
-        return _auc(largest, frozenset(name.split("->")[0] for name in self.edges))
-
-
-def _names(graph: Graph) -> list[str]:
-    pairs = graph.exists.nonzero().tolist()
-    return [f"{graph.senders[sender]}->{graph.receivers[receiver]}" for receiver, sender in pairs]
-
-
-def _auc(scores: dict[str, float], right: frozenset[str]) -> float:
-    """The share of pairs (one right, one not) in which the right one has the larger score; ties count half.
-
-    Raises:
-        ValueError: all are right, or none is.
-    """
-    inside = torch.tensor([score for name, score in scores.items() if name in right], dtype=torch.float64)
-    outside = torch.tensor([score for name, score in scores.items() if name not in right], dtype=torch.float64)
-    if not len(inside) or not len(outside):
-        raise ValueError("all of these are in the circuit, or none is: there is nothing to tell apart")
-    difference = inside[:, None] - outside[None]
-    return float(((difference > 0).double() + (difference == 0).double() / 2).mean())
+        return area_under_rates(scores.values.abs().amax(0), self.circuit.mask.any(0))
 
 
 def compiled(program: str) -> Compiled:

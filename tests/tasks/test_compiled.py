@@ -7,8 +7,9 @@ from collections import Counter
 import pytest
 import torch
 
+from bridge import TransformerBridge
 from bridge.bases import Neurons
-from bridge.circuits import EdgeScores, Graph, edge_attribution, edge_effects
+from bridge.circuits import SHARES, EdgeScores, Graph, edge_attribution, edge_effects
 from bridge.features import fit_rotation, interchange
 from bridge.tasks import Compiled, compiled
 from bridge.tasks.compiled import PROGRAMS
@@ -155,3 +156,36 @@ def test_a_fitted_rotation_tells_a_variable_from_another_one_at_its_place() -> N
     ]
     assert fit.accuracy == 1.0 and max(fit.before, *fit.controls.values()) < 0.5, fit
     assert shares[0] > 0.85 and shares[1] < 0.1
+
+
+def test_the_area_under_the_rates_is_the_benchmarks_and_that_of_all_pairs(task: Compiled) -> None:
+    """Both counted out by loops; the benchmark's is of greedy circuits of ten sizes, by trapezoids."""
+    graph, known = Graph.of(task.bridge), task.circuit
+    values = torch.randn(graph.exists.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    scores = EdgeScores(graph, (values * 4).round() + 3 * known.mask)  # with ties
+    edges = [(int(receiver), int(sender)) for receiver, sender in graph.exists.nonzero()]
+    inside = [abs(float(scores.values[edge])) for edge in edges if known.mask[edge]]
+    outside = [abs(float(scores.values[edge])) for edge in edges if not known.mask[edge]]
+    if not outside:
+        with pytest.raises(ValueError, match="nothing to tell apart"):
+            scores.auroc(known)
+        return
+    pairs = [(one > other) + (one == other) / 2 for one in inside for other in outside]
+    assert scores.auroc(known) == pytest.approx(sum(pairs) / len(pairs), abs=1e-12)
+
+    true, false = [], []
+    for share in SHARES:
+        left, chosen = share * len(edges), 0
+        while left > 0:
+            left, chosen = left - 1, chosen + 1
+        mask = scores.greedy(chosen).pruned().mask
+        true.append(sum(bool(mask[edge]) for edge in edges if known.mask[edge]) / len(inside))
+        false.append(sum(bool(mask[edge]) for edge in edges if not known.mask[edge]) / len(outside))
+    steps = range(len(SHARES) - 1)
+    area = sum((false[i + 1] - false[i]) / false[-1] * (true[i + 1] + true[i]) / 2 for i in steps)
+    assert scores.auroc(known, SHARES) == pytest.approx(area, abs=1e-12)
+    for shares in ((0.5, 0.2, 1.0), (0.1, 0.5)):
+        with pytest.raises(ValueError, match="shares are"):
+            scores.auroc(known, shares)
+    with pytest.raises(ValueError, match="the circuit is of"):
+        scores.auroc(EdgeScores(Graph.of(TransformerBridge.boot_embedded()), torch.zeros(53, 21)).top(1))
