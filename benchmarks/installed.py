@@ -37,6 +37,7 @@ NEIGHBOURS = ("sae-lens", "nnsight", "peft", "accelerate", "vllm", "lm-eval")
 BESIDE = "## Beside other libraries\n"
 BESIDE_HEAD = f"""{BESIDE}
 What pip chooses where the wheel is asked for together with another library, in an empty environment (`--dry-run`).
+`bridge.engine` asks for vLLM 0.32, which the extra `vllm` brings.
 
 | library | transformers | torch | packages |
 |---|---|---|---|
