@@ -34,7 +34,7 @@ PAST = ("past_key_values", "cache")
 
 def past_of(given: Mapping[str, Any]) -> Any:
     """The keys and values of earlier tokens, among arguments or in what a model returns; None where there are none."""
-    return next((given[name] for name in given if name in PAST), None)
+    return next((given[name] for name in PAST if given.get(name) is not None), None)
 
 
 def with_past_named(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
@@ -49,10 +49,11 @@ def with_past_named(given: Mapping[str, Any], known: Collection[str]) -> dict[st
         >>> with_past_named({"past_key_values": 1, "use_cache": True}, {"cache", "use_cache"})
         {'cache': 1, 'use_cache': True}
     """
-    theirs = next((name for name in PAST if name in known), None)
-    if theirs is None or theirs in given:
+    theirs, said = next((name for name in PAST if name in known), None), [name for name in PAST if name in given]
+    if theirs is None or sum(given[name] is not None for name in said) > 1:
         return dict(given)
-    return {theirs if name in PAST else name: value for name, value in given.items()}
+    further = {name: value for name, value in given.items() if name not in PAST}
+    return further | {theirs: past_of(given)} if said else further
 
 
 @functools.cache
@@ -152,6 +153,8 @@ def _counts_tokens(core: nn.Module) -> bool:
     kinds = () if taken is None else typing.get_args(_meant(taken.annotation, type(core).forward))
     if kinds and not any(isinstance(kind, type) and issubclass(kind, Cache) for kind in kinds):
         return False
+    if not hasattr(core.config.get_text_config(decoder=True), "num_hidden_layers"):
+        return True  # its configuration has another name for that
     layers = DynamicCache(config=core.config).layers
     return not layers or any(isinstance(layer, CacheLayerMixin) for layer in layers)
 

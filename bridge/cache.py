@@ -33,6 +33,12 @@ from bridge.hooks.names import act_name, suggestion
 from bridge.hooks.parts import KeptHeads, entries_of, picked
 
 
+def _without_tuple(what: str, index: Index) -> Plain:
+    if isinstance(index, tuple):
+        raise TypeError(f"{what} is {index}: give {list(index)} for those, or slice{index} for a range")
+    return plain(index)
+
+
 @dataclass(frozen=True)
 class _Names:
     """What a pickled cache keeps of its model: its hook points' axes by name, their aliases, the number of layers."""
@@ -271,7 +277,8 @@ class ActivationCache(ResidualMethods):
         Args:
             name: of the hook point, such as ``pattern``; any activation with these axes will do.
             layer: its layer, where the name does not say it.
-            heads, queries, keys: an index (the axis goes), a tuple ``(start, stop)``, a slice, or a list; None: all.
+            heads, queries, keys: an index (the axis goes), a slice, or a list; None: all. (A tuple would be a range in
+                one place of this library and a choice in another, so there is none here.)
 
         Raises:
             KeyError: the cache does not hold it, or holds other heads.
@@ -301,7 +308,7 @@ class ActivationCache(ResidualMethods):
                     )
                 if not found:
                     raise ValueError(f"{full} has the axes [{' '.join(axes)}], and no {what} among them")
-                asked[found[0]] = what, plain(index)
+                asked[found[0]] = what, _without_tuple(what, index)
         if (some := self.kept_heads.get(full)) is not None and full not in self._values:
             axis = some.axis - (not self.has_batch_dim)
             _, chosen = asked.get(axis, ("heads", None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import pickle
@@ -555,7 +556,8 @@ def lens(
     held = dict(cache)
     del cache
     first = held[at[chosen[0]]]
-    streams = first.new_empty((len(chosen), *first.shape))
+    dtype = functools.reduce(torch.promote_types, [held[at[layer]].dtype for layer in chosen])
+    streams = first.new_empty((len(chosen), *first.shape), dtype=dtype)
     for place, layer in enumerate(chosen):
         streams[place] = held.pop(at[layer])  # each goes as it is copied: two of all would be the most there is
     return Reading(streams, chosen, decode, mask, n, bridge.cfg.d_vocab_out, max_bytes)

@@ -542,10 +542,13 @@ def written_in_both(
         clean, corrupted: the prompts, of one shape.
 
     Raises:
-        ValueError: the prompts are the same; or the parts do not add up to the stream, so that it
-            is no plain sum of what the graph's nodes write.
+        ValueError: the parts do not add up to the stream, so that it is no plain sum of what the graph's nodes write:
+            between the prompts; or, where these are the same, at all.
     """
     one, other = written(graph, bridge, clean), written(graph, bridge, corrupted)
+    if torch.equal(one.parts[0], other.parts[0]):  # no difference says anything
+        refuse_another_sum(bridge, one)
+        return one, other
     right = other.end - one.end
     found = (other.parts - one.parts).sum(0)
     largest = max(right.abs().max().item(), one.end.abs().max().item() * 1e-3)

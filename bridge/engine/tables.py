@@ -142,7 +142,7 @@ def row_of(operation: Operation, hook: HookPoint, place: EnginePlace) -> RowMap:
         mask = still.mask(zeros.reshape(1, 1, *place.shape), hook)
         acts = ones[0] if mask is None else mask.expand(1, 1, *place.shape).reshape(width).double()
         scale = 1 - acts if isinstance(operation, ProjectOnto) else ones[0]
-        rows = operation.number("directions", zeros, {}, hook)
+        rows = operation.number("directions", zeros.reshape(1, 1, *place.shape), {}, hook)
         basis = orthonormal(rows.reshape(-1, rows.shape[-1]))
         read = torch.zeros(width // basis.shape[-1], len(basis), width // basis.shape[-1], basis.shape[-1]).double()
         for head in range(len(read)):

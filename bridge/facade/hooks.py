@@ -33,6 +33,9 @@ class AddsHooks:
         """The hook points that a filter chooses."""
         raise NotImplementedError
 
+    def check_heads(self, hook: HookPoint, heads: Index) -> None:
+        """Refuses heads that a hook point does not have, where it is known how many it has."""
+
     def add_hook(
         self,
         name: NamesFilter | HookPoint,
@@ -62,7 +65,8 @@ class AddsHooks:
 
         Raises:
             UnknownHookError: a name that no hook point has.
-            ValueError: a filter that matches nothing.
+            ValueError: a filter that matches nothing; heads of an activation without any.
+            IndexError: there are no such heads.
             TypeError: not one function.
         """
         if (hook is None) == (hook_fn is None):
@@ -76,8 +80,10 @@ class AddsHooks:
         handles: list[Handle] = []
         try:
             for point in self.select_hooks(name):
+                if heads is not None:
+                    self.check_heads(point, heads)
                 handles.append(point.add_hook(function, dir, is_permanent, level, prepend))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, IndexError):
             for handle in handles:
                 handle.remove()
             raise
@@ -90,11 +96,14 @@ class AddsHooks:
         dir: str = "fwd",
         *,
         hook_fn: HookFunction | None = None,
+        heads: Index = None,
+        queries: Index = None,
+        keys: Index = None,
     ) -> list[Handle]:
         """Adds a hook that `reset_hooks` leaves alone unless told otherwise.
 
         Args:
-            name, hook, dir, hook_fn: as for `add_hook`.
+            name, hook, dir, hook_fn, heads, queries, keys: as for `add_hook`.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -105,7 +114,9 @@ class AddsHooks:
             True
             >>> handle.remove()
         """
-        return self.add_hook(name, hook, dir, is_permanent=True, hook_fn=hook_fn)
+        return self.add_hook(
+            name, hook, dir, is_permanent=True, hook_fn=hook_fn, heads=heads, queries=queries, keys=keys
+        )
 
     def reset_hooks(
         self,

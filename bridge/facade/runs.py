@@ -178,16 +178,25 @@ class RunMethods(HookMethods, TokenMethods):
             clear_all_contexts(self)
         return output, cache if return_cache_object else cache.cache_dict
 
+    def _heads_at(self, hook: HookPoint, index: Index) -> tuple[int, int, tuple[int, ...]]:
+        """The axis of heads at a hook point, how many there are, and which of them are meant."""
+        axis = axis_of("heads", hook)
+        said = hook.point.axes.split()[axis]
+        n = self.cfg.n_heads if said == "n_heads" else self.cfg.n_kv_heads if not said.isdigit() else int(said)
+        return axis, n, tuple(sorted(set(entries_of("heads", kept_index("heads", index), n, hook.name))))
+
+    def check_heads(self, hook: HookPoint, heads: Index) -> None:
+        self._heads_at(hook, heads)
+
     def _kept_heads(self, chosen: Mapping[str, Index]) -> dict[HookPoint, KeptHeads]:
         """Which heads of hook points are asked for, where not all are."""
         found: dict[HookPoint, KeptHeads] = {}
-        for name, index in chosen.items():
+        points = [self.names.find(name) for name in chosen]
+        if twice := [name for name, hook in zip(chosen, points, strict=True) if points.count(hook) > 1]:
+            raise ValueError(f"{' and '.join(twice)} are one hook point: name it once, with all heads")
+        for hook, index in zip(points, chosen.values(), strict=True):
             if index is not None:
-                hook = self.names.find(name)
-                axis = axis_of("heads", hook)
-                said = hook.point.axes.split()[axis]
-                n = self.cfg.n_heads if said == "n_heads" else self.cfg.n_kv_heads if not said.isdigit() else int(said)
-                heads = tuple(sorted(set(entries_of("heads", kept_index("heads", index), n, hook.name))))
+                axis, n, heads = self._heads_at(hook, index)
                 found[hook] = KeptHeads(axis, heads, n, f"{hook.name}{list(heads)}")
         return found
 

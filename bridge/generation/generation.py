@@ -20,7 +20,7 @@ from transformers import StoppingCriteriaList
 from transformers.generation import BaseStreamer
 from transformers.utils import ModelOutput
 
-from adapters.inputs import accepted_arguments, accepted_by, past_of
+from adapters.inputs import accepted_arguments, accepted_by, past_of, with_past_named
 from adapters.points import core_path
 from adapters.spread import refuse_context_parallel
 from adapters.views import Deferred
@@ -279,6 +279,7 @@ def hf_generate(
     """
     check_return_type(return_type)
     check_generates(bridge)
+    arguments = with_past_named(arguments, accepted_by(bridge.core))
     prompt = prompt_of(bridge, input, TextOptions(prepend_bos), arguments.pop("attention_mask", None), arguments)
     tell_of_rows(bridge, prompt, arguments)
     criteria = StoppingCriteriaList(arguments.pop("stopping_criteria", None) or [])

@@ -41,6 +41,7 @@ from bridge.run.tokenization import (
     check_ids,
     texts_in,
 )
+from bridge.wiring.compiled import has_other_hooks
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What generation starts from, and what it returns: padding in front of rows, texts, rows without padding.
@@ -168,7 +169,8 @@ _SAID: WeakKeyDictionary[nn.Module, dict[object, str]] = WeakKeyDictionary()
 def tell_of_rows(bridge: RunnableBridge, prompt: GenerationPrompt, more: Arguments) -> None:
     """Warns where a model's own `generate` continues a row otherwise in a batch than alone: tried once for each model.
 
-    Processes that share a model are not asked, for not all of them may have such rows.
+    Processes that share a model are not asked, for not all of them may have such rows. Nor is a model with torch hooks
+    that are not ours: they would see the trial.
 
     Args:
         bridge, prompt: the bridge, and what it starts from.
@@ -181,6 +183,8 @@ def tell_of_rows(bridge: RunnableBridge, prompt: GenerationPrompt, more: Argumen
         return
     said = _SAID.setdefault(core, {})
     key = (getattr(core.config, "_attn_implementation", None), core.dtype, padded)
+    if key not in said and has_other_hooks(bridge.original_model):
+        return
     if key not in said:
         padding, tokens = None, prompt.kwargs.get("input_ids")
         if mask is not None and padded:
@@ -214,6 +218,8 @@ def _said_of_rows(bridge: RunnableBridge, like: Tensor | None, padding: float | 
         if name.endswith(("token_id", "token_index")) and isinstance(each, int)
     }  # fmt: skip
     words = torch.tensor([i for i in range(min(bridge.cfg.d_vocab, 2**14)) if i not in (*special, padding)])
+    if not len(words):
+        return ""
     whole = words[torch.randint(0, len(words), (2, 8), generator=drawn)]
     if like is not None:
         whole = torch.randn(2, *like.shape[1:], generator=drawn).to(like.dtype)

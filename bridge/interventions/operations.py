@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -24,7 +25,7 @@ from bridge.hooks.rows import BatchRows
 
 
 #: Entries along an axis: one, several, a range; None: all of them.
-Index = int | Sequence[int] | slice | None
+Index = int | np.integer | Sequence[int] | np.ndarray | Tensor | slice | None
 #: The same as an operation keeps it.
 Kept = tuple[int, ...] | slice | None
 
@@ -54,6 +55,8 @@ def kept_index(name: str, given: object) -> Kept:
         if given.step is not None and given.step < 1:
             raise ValueError(f"{name} is {given}; a range goes forwards")
         return given
+    if isinstance(given, np.integer | np.ndarray | Tensor):
+        given = given.tolist()
     several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     whole = tuple([one for one in several if type(one) is int])
     if len(whole) < len(several):
@@ -829,7 +832,8 @@ class Clamp(Operation):
         super().__post_init__()
         if self.min is None and self.max is None:
             raise ValueError("Clamp needs min, max, or both")
-        if isinstance(self.min, float) and isinstance(self.max, float) and self.min > self.max:
+        bounds = [x for x in (self.min, self.max) if x is not None and not isinstance(x, str)]
+        if len(bounds) == 2 and bool((torch.as_tensor(bounds[0]) > torch.as_tensor(bounds[1])).any()):
             raise ValueError(f"min is {self.min} and max {self.max}: nothing is between them")
 
     def made(self, activation: Tensor, hook: HookPoint, inputs: Mapping[str, Tensor]) -> Tensor:

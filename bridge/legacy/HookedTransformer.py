@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -71,7 +70,7 @@ class HookedTransformer(Ungrouping, LegacyLoading):
         move_to_device: bool = True,
         default_padding_side: Side = "right",
     ) -> None:
-        given = HookedTransformerConfig.unwrap(cfg) if isinstance(cfg, Mapping | HookedTransformerConfig) else None
+        given = None if isinstance(cfg, nn.Module | str) else HookedTransformerConfig.unwrap(cfg)
         model, found = self._make(given or cfg, tokenizer, move_to_device)
         super().__init__(model)
         if given is not None:

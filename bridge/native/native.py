@@ -661,6 +661,8 @@ class NativeModel(PreTrainedModel, GenerationMixin):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
+        if past_key_values is not None and cache is not None:
+            raise ValueError("past_key_values and cache are two names of one argument: give one of them")
         x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         cache = self._cache(past_key_values if cache is None else cache, use_cache)
         position_ids = self._positions(x, position_ids, cache)

@@ -100,7 +100,7 @@ class Access(OpenTrace, BodyActivations):
         Raises:
             UnknownHookError: no hook point has this name.
             ValueError: nothing is chosen, or the activation has no such axis.
-            PointPassedError: the model has passed it.
+            PointPassedError: the model has passed it, or is there for another part of it, or for the whole.
             PointNeverCameError: the model did not come to it.
 
         Example:

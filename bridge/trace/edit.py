@@ -12,6 +12,7 @@ from torch import Tensor
 from bridge.hooks.context import CURRENT, Listener, RunsWithPass
 from bridge.hooks.hooks import HookPoint, checked, replaces_activation, version_of
 from bridge.hooks.names import Names
+from bridge.interventions.operations import Index
 from bridge.trace.coroutine import Coroutine, LateEditGuard, PointPassedError, mapped
 
 _ASSIGNED = Listener("fwd", lambda act, hook: None)
@@ -27,6 +28,12 @@ class BodyActivations:
     def __setitem__(self, name: str, value: Tensor) -> None:
         """Puts a tensor in its place."""
         raise NotImplementedError
+
+    def part(self, name: str, *, heads: Index = None, queries: Index = None, keys: Index = None) -> Tensor:
+        """Some heads, queries or keys of it."""
+        raise TypeError(
+            f"this body is shown whole activations: run[{name!r}], or a hook with heads=, as `Touching` makes one"
+        )
 
 
 #: The body of a trace as a function.

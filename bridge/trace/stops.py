@@ -257,6 +257,11 @@ class Stops:
                 f"the model is at {self.here.place.name}, for\n    {self.here.line}\n"
                 f"and {place.name} is the same place, asked for in\n    {line}\nOne trace shows it under one of the two"
             )
+        if self.here is not None and PointPart in map(type, (asked, self.here.asked)) and self.here.place == place:
+            raise PointPassedError(
+                f"the model is at {self.here.place.name}, for\n    {self.here.line}\nand shows it once: ask there for "
+                "all heads, queries or keys that are needed, or for the whole"
+            )
         if self.coroutine.finished or (at is not None and has_passed(place, at[0])):
             missed = asked in self.captured and asked not in self.kept
             raise self._never(place, line, None) if missed else self._passed(place, line, at)

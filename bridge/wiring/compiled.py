@@ -467,13 +467,22 @@ def strip(model: nn.Module) -> None:
     """Takes what is ours from a copy of a model that was made while hooks were attached."""
     for module in model.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            ours = [
-                key
-                for key, hook in hooks.items()
-                if hook is noop_hook or isinstance(getattr(hook, "__self__", None), _OURS)
-            ]
-            for key in ours:
+            for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
                 del hooks[key]
+
+
+def has_other_hooks(model: nn.Module) -> bool:
+    """Whether there are torch hooks around forwards that no bridge has attached.
+
+    Args:
+        model: whose modules are looked at.
+    """
+    found = ((module._forward_hooks, module._forward_pre_hooks) for module in model.modules())
+    return any(not _is_ours(hook) for both in found for hooks in both for hook in list(hooks.values()))
+
+
+def _is_ours(hook: object) -> bool:
+    return hook is noop_hook or isinstance(getattr(hook, "__self__", None), _OURS)
 
 
 _OURS = (SiteHook, PassBoundary, ReadingHook)

@@ -27,6 +27,7 @@ from bridge.circuits.graph import written
 from bridge.tasks import embedded_pairs
 from tests.circuits.by_hand import ByHand
 from tests.conftest import tiny, torch_hooks
+from tests.tiny_models import tiny_model
 
 
 def scores_of(graph, seed=0):
@@ -476,3 +477,17 @@ def test_a_file_of_the_benchmark_with_what_is_no_score(gpt2, graph, tmp_path):
             Circuit.load(file)
     with pytest.raises(ValueError, match="a score is not finite"):
         Circuit(graph, graph.exists, torch.full(graph.exists.shape, torch.inf)).to_mib(file, gpt2)
+
+
+@pytest.mark.parametrize("kind", ["jamba", "gemma4_text"])
+@pytest.mark.parametrize("ablation", ["zero", "mean", "constants"])
+def test_the_same_prompts_twice_prove_no_graph(kind, ablation):
+    """Between equal prompts nothing differs, whatever else writes to the stream."""
+    bridge = TransformerBridge(tiny_model(kind))
+    tokens = torch.randint(9, 60, (2, 6), generator=torch.Generator().manual_seed(0))
+    graph = Graph.of(bridge)
+    constants = torch.zeros(len(graph.senders), bridge.cfg.d_model)
+    given = constants if ablation == "constants" else ablation
+    circuit = EdgeScores(graph, torch.zeros(graph.exists.shape)).top(2)
+    with pytest.raises(ValueError, match="does not add up to the residual stream"):
+        circuit.evaluate(bridge, tokens, tokens, lambda logits: logits[:, -1, 7].mean(), given)

@@ -522,3 +522,14 @@ def test_positions_of_padded_sound_are_counted_in_its_frames():
     holes[0, :100] = 0
     with bridge.hooks(fwd_hooks=[(name, Add(1.0, positions=-1))]), pytest.raises(ValueError, match="positions are not"):
         bridge.run_with_cache(**{**given, "attention_mask": holes})
+
+
+def test_a_hook_of_the_users_own_sees_no_trial():
+    bridge = TransformerBridge(tiny_model("llama"))
+    seen = []
+    handle = bridge.original_model.register_forward_hook(lambda *call: seen.append(1))
+    tokens = torch.tensor([[0, 0, 5, 6], [7, 8, 9, 10]])
+    mask = (tokens > 0).long()
+    bridge.hf_generate(tokens, attention_mask=mask, max_new_tokens=3, do_sample=False, eos_token_id=None)
+    handle.remove()
+    assert len(seen) == 3

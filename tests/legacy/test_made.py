@@ -171,3 +171,15 @@ def test_training_saves_and_prints(tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model_0.pt", "model_1.pt"]
     assert "epoch 1, step 1: loss" in capsys.readouterr().out
     model.load_state_dict(torch.load(tmp_path / "model_1.pt"))
+
+
+def test_a_model_that_is_made_of_another_ones_facts_has_drawn_weights():
+    facts = HookedTransformer(BASE | {"seed": 3}).cfg
+    made = []
+    for left in (777.0, -555.0):  # what another tensor leaves in memory is no weight
+        junk = [torch.full((16, 64), left) for _ in range(200)]
+        del junk
+        made.append(HookedTransformer(facts))
+    for model in made:
+        assert all(x.abs().max() < 10 for x in model.parameters())
+    assert made[0](torch.tensor([[1, 2, 3]])).isfinite().all()

@@ -11,6 +11,7 @@ from bridge.lens import TunedLens, lens, unembedding_hash
 from tests.analysis.models import bridge_of
 from tests.conftest import tiny, torch_hooks
 from tests.taps.test_touching import peak_bytes
+from tests.tiny_models import tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -257,3 +258,14 @@ def test_fitting_brings_the_layers_near_the_end(embedded, capsys):
         TunedLens.fit(embedded, [])
     with pytest.raises(ValueError, match="training mode"):
         TunedLens.fit(TransformerBridge(tiny("gpt2").train()), texts)
+
+
+def test_streams_of_two_types_are_kept_as_they_are():
+    """Mamba's stream begins in the model's type and goes on in float32."""
+    bridge = TransformerBridge(tiny_model("mamba").to(torch.bfloat16))
+    tokens = torch.randint(3, 60, (2, 10), generator=torch.Generator().manual_seed(0))
+    _, cache = bridge.run_with_cache(tokens)
+    streams = bridge.lens(tokens, kind="raw").streams
+    right = cache["blocks.1.hook_resid_post"]
+    assert right.dtype == streams.dtype == torch.float32
+    assert torch.equal(streams[-1], right)

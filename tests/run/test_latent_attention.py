@@ -1,9 +1,13 @@
 """Gradients at the norm before latent attention, and what a model that keeps no keys and values is asked for."""
 
+import copy
+
 import pytest
 import torch
+from transformers import LlamaConfig
 
-from bridge import TransformerBridge
+from adapters.inputs import gives_cache, past_of, with_past_named
+from bridge import NativeConfig, TransformerBridge
 from tests.tiny_models import tiny_model
 
 LATENT = ["deepseek_v2", "deepseek_v3", "minicpm3", "longcat_flash", "glm4_moe_lite"]
@@ -55,3 +59,36 @@ def test_a_run_that_starts_at_a_layer_goes_on_from_a_past():
         _, past = bridge(tokens[:, :5], return_type="logits_and_cache")
         later = bridge(cache["resid_pre", 1][:, 5:], start_at_layer=1, past_key_values=past)
     torch.testing.assert_close(later, whole[:, 5:], atol=1e-5, rtol=1e-4)
+
+
+def test_a_configuration_that_counts_its_layers_by_another_name():
+    class Few(LlamaConfig):
+        model_type = "few"
+
+        def __getattribute__(self, name):
+            if name == "num_hidden_layers":
+                raise AttributeError(name)
+            return super().__getattribute__(name)
+
+    model = tiny_model("llama")
+    assert gives_cache(model)
+    named = copy.copy(model)
+    named.config = copy.copy(model.config)
+    named.config.__class__ = Few
+    assert gives_cache(named)
+
+
+def test_two_names_of_the_keys_and_values_are_not_mixed():
+    past = object()
+    known = {"past_key_values", "use_cache"}
+    assert with_past_named({"cache": past, "past_key_values": None}, known) == {"past_key_values": past}
+    assert with_past_named({"cache": past}, {"input_ids"}) == {"cache": past}
+    both = {"cache": past, "past_key_values": object()}
+    assert with_past_named(both, known) == both  # the model refuses it
+    assert past_of({"past_key_values": None, "cache": past}) is past
+    bridge = TransformerBridge.boot_native(
+        NativeConfig(n_layers=1, d_model=8, n_ctx=9, d_head=4, d_vocab=10, act_fn="relu")
+    )
+    _, cache = bridge(torch.tensor([[1, 2]]), return_type="logits_and_cache")
+    with pytest.raises(ValueError, match="two names of one argument"):
+        bridge(torch.tensor([[3]]), past_key_values=cache, cache=copy.copy(cache))

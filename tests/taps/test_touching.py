@@ -20,7 +20,7 @@ from bridge.interventions import Add, Clamp, Mean, Replace, Scale, Set, Touching
 from bridge.taps.attention_call import AttentionCall
 from bridge.trace.coroutine import PointNeverCameError, PointPassedError
 from tests.conftest import tiny
-from tests.taps.test_kernels import by_hand, windowed
+from tests.taps.test_kernels import TOKENS, by_hand, windowed
 from tests.tiny_models import checkpoint, tiny_model
 
 FAMILIES = [
@@ -820,7 +820,7 @@ def test_what_is_refused_in_a_run(name, fn, error, said, tokens):
 def test_a_cache_computes_what_is_asked_of_it(tokens, made):
     bridge = TransformerBridge(tiny("llama"))
     _, cache = bridge.run_with_cache(tokens)
-    part = cache.part("pattern", 1, heads=(1, 3), queries=-1, keys=[0, 2])
+    part = cache.part("pattern", 1, heads=slice(1, 3), queries=-1, keys=[0, 2])
     assert made == [(2, 1)] and part.shape == (2, 2, 2)
     assert cache.part("pattern", 1, heads=3).shape == (2, 9, 9) and cache.part(PATTERN, queries=[3]).shape == (
         2,
@@ -921,3 +921,41 @@ def test_the_peak_of_one_head_is_three_of_its_patterns(dtype, how):
         bridge(tokens[:, :8])
         peak = peak_bytes(run) - peak_bytes(lambda: bridge(tokens))
     assert peak <= 3 * 2048 * 2048 * dtype.itemsize
+
+
+def test_what_chooses_means_one_thing():
+    bridge = TransformerBridge(tiny_model("llama"))
+    _, cache = bridge.run_with_cache(TOKENS, names_filter={PATTERN: np.int64(2)})
+    _, whole = bridge.run_with_cache(TOKENS, names_filter=PATTERN)
+    torch.testing.assert_close(cache.part(PATTERN, heads=2), whole[PATTERN][:, 2])
+    for held in (cache, whole):
+        with pytest.raises(TypeError, match=r"give \[1, 2\] for those, or slice\(1, 2\) for a range"):
+            held.part(PATTERN, heads=(1, 2))
+    with pytest.raises(ValueError, match="are one hook point: name it once"):
+        bridge.run_with_cache(TOKENS, names_filter={"blocks.0.attn.o.hook_in": [1], "blocks.0.attn.hook_z": None})
+    for add in (bridge.add_hook, bridge.add_perma_hook):
+        with pytest.raises(IndexError, match="7"):
+            add(PATTERN, lambda x, hook: None, heads=7)
+        (handle,) = add(PATTERN, lambda x, hook: x * 0, heads=np.array([1, 3]))
+        edited = bridge.run_with_cache(TOKENS, names_filter=PATTERN)[1][PATTERN]
+        handle.remove()
+        assert not edited[:, [1, 3]].any() and torch.equal(edited[:, [0, 2]], whole[PATTERN][:, [0, 2]])
+    with pytest.raises(ValueError, match="nothing is between them"):
+        Clamp(torch.tensor([0.0, 2.0]), 1.0)
+
+
+def test_a_trace_shows_a_point_once():
+    bridge = TransformerBridge(tiny_model("llama"))
+    for first, then in (({"heads": 1}, {"heads": 2}), ({"heads": 1}, None), (None, {"heads": 2})):
+
+        def both(asked=(first, then)):
+            with bridge.trace(TOKENS) as run:
+                for some in asked:
+                    _ = run[PATTERN] if some is None else run.part(PATTERN, **some)
+
+        with pytest.raises(PointPassedError, match="shows it once: ask there for all"):
+            both()
+    with pytest.raises(TypeError, match="shown whole activations"):
+        bridge.run_with_hooks(
+            TOKENS, fwd_hooks=bridge.trace_edit(lambda run: run.part(PATTERN, heads=1), points=[PATTERN])
+        )
