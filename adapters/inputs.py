@@ -47,7 +47,7 @@ def with_past_named(given: Mapping[str, Any], known: Collection[str]) -> dict[st
     Example:
         >>> from adapters.inputs import with_past_named
         >>> with_past_named({"past_key_values": 1, "use_cache": True}, {"cache", "use_cache"})
-        {'cache': 1, 'use_cache': True}
+        {'use_cache': True, 'cache': 1}
     """
     theirs, said = next((name for name in PAST if name in known), None), [name for name in PAST if name in given]
     if theirs is None or sum(given[name] is not None for name in said) > 1:
