@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, Literal
 
 import torch
@@ -209,6 +209,7 @@ class ForwardPass(PassMemory):
 
     Attributes:
         opened_by: the module whose call began it; None where a run of the bridge did.
+        frame: of that call.
         sources: what was seen at sites that other hook points need: the module called there, and the tensor.
         separate: for each reader of a norm that is given a copy of its own, that copy (see `Point.separate_consumers`).
         start_at: the first block that runs; points before it stay silent.
@@ -224,14 +225,14 @@ class ForwardPass(PassMemory):
     """
 
     __slots__ = (
-        "calls", "embeddings", "entering", "gradients", "opened_by", "past", "readings", "rows", "separate", "skipped",
-        "sources",
-        "start_at",
+        "calls", "embeddings", "entering", "frame", "gradients", "opened_by", "past", "readings", "rows", "separate",
+        "skipped", "sources", "start_at",
     )  # fmt: skip
 
     def __init__(self, opened_by: nn.Module | None = None) -> None:
         super().__init__()
         self.opened_by = opened_by
+        self.frame: FrameType | None = None
         self.gradients = opened_by is not None or torch.is_grad_enabled()
         self.start_at: int | None = None
         self.skipped: frozenset[nn.Module] = frozenset()
@@ -252,7 +253,19 @@ class ForwardPass(PassMemory):
             kept.clear()
         self.calls.clear()
         self.skipped = frozenset()
-        self.embeddings = self.rows = None
+        self.embeddings = self.rows = self.frame = None
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the call that began it is over, and nothing has ended it: after an interrupt, or where another thread
+        took away what would have."""
+        if self.frame is None:
+            return False
+        try:
+            self.frame.clear()  # which only a frame can be that does not run any more
+        except RuntimeError:
+            return False
+        return True
 
     def is_call(self, module: nn.Module, number: int) -> bool:
         """Whether the call of a module that is under way, or has just ended, is the one with a number."""
@@ -362,6 +375,12 @@ def _takes_hook(fn: Callable[..., Any]) -> bool:
 
 #: The context that the present code runs in.
 CURRENT: ContextVar[RunContext] = ContextVar("transformer_bridge_run", default=RunContext())  # noqa: B039
+
+
+def pass_under_way() -> ForwardPass | None:
+    """The pass that is under way in this context; None outside of one, also where one was left behind."""
+    run = CURRENT.get().run
+    return None if run is None or run.is_left else run
 
 
 class in_context:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from bridge.hooks.arguments import check_choice
-from bridge.hooks.context import CURRENT, HookFunction
+from bridge.hooks.context import CURRENT, HookFunction, pass_under_way
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.parts import MAX_BYTES, Part, Touched, TouchesPart, picked
 from bridge.hooks.rows import BatchRows
@@ -118,7 +118,7 @@ def tokens_along(axis: str, length: int, rows: int, hook: HookPoint) -> Sequence
     if torch.compiler.is_compiling():
         return SequencePart(0, length, length)
     context = CURRENT.get()
-    generation, run = context.generation, context.run
+    generation, run = context.generation, pass_under_way()
     lie: BatchRows | None = None if run is None else run.rows
     prompt, first = length, 0
     if generation is None or generation.prompt is None:
@@ -307,7 +307,7 @@ def _readings(hook: HookPoint) -> dict[str, ProbeReading]:
         RuntimeError: this is no run.
     """
     context = CURRENT.get()
-    holder = context.run if context.generation is None else context.generation
+    holder = pass_under_way() if context.generation is None else context.generation
     if holder is None or torch.compiler.is_compiling():
         raise RuntimeError(f"a probe, or a condition, at {hook.name} is for runs of a bridge, not for programs")
     return holder.readings

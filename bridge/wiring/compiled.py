@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from types import FrameType
 from typing import Any
 
 import torch
@@ -360,6 +361,10 @@ def _sources_outside(run: ForwardPass, path: str) -> dict[SourceSite, tuple[nn.M
     return {hook: seen for hook, seen in run.sources.items() if hook.site.path == path}
 
 
+#: The file in which torch calls modules and their hooks.
+_TORCH_CALLS = nn.Module.__call__.__code__.co_filename
+
+
 class PassBoundary(NotCopied):
     """The torch hooks that open and end a pass.
 
@@ -403,15 +408,17 @@ class PassBoundary(NotCopied):
         self._blocks.release()
 
     def begin(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
-        """The forward pre-hook. A pass that this module opened before was left by an interrupt: it is over."""
+        """The forward pre-hook. A pass that this module opened before, or whose call is over, was left behind."""
         context = CURRENT.get()
-        if self._handles and (context.run is None or context.run.opened_by is module):
+        left = context.run is not None and (context.run.opened_by is module or context.run.is_left)
+        if self._handles and (context.run is None or left):
             if self._check is not None:
                 self._check()
             refuse_packed(kwargs)
             if self._unseen is not None:
                 refuse_streamers_thread(self._unseen)
             run = ForwardPass(module)
+            run.frame = _frame_of_call()
             run.take_arguments(module, kwargs)
             CURRENT.set(RunContext(context.shared, context.own, run, context.generation))
         self._blocks.prepare()
@@ -422,6 +429,14 @@ class PassBoundary(NotCopied):
         if context.run is not None and context.run.opened_by is module:
             context.run.end()
             CURRENT.set(RunContext(context.shared, context.own, None, context.generation))
+
+
+def _frame_of_call() -> FrameType | None:
+    """The frame of torch in which a module is called, whose hook asks."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != _TORCH_CALLS:
+        frame = frame.f_back
+    return frame
 
 
 def refuse_packed(kwargs: dict[str, Any]) -> None:

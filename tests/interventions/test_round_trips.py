@@ -1,5 +1,6 @@
 """Every operation, saved and loaded, does in each kind of run what the function by hand does."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import torch
 
 from bridge import TransformerBridge
 from bridge.harvest import harvest
-from bridge.interventions import OPERATIONS, Interventions, load
+from bridge.interventions import OPERATIONS, Interventions, Mean, Set, load
 from tests.conftest import tiny
 from tests.harvest.common import TEXTS, numbers, read
 from tests.interventions.cases import LENGTH, NAMES, PATTERN, by_hand, cases
@@ -170,3 +171,33 @@ def test_what_a_file_says(case):
     assert set(entry) == {"point", "operation", *(field.name for field in fields(loaded[0][1]))} - {
         "where"
     }  # it has none
+
+
+def test_a_pass_that_was_left_behind_says_nothing_of_another_ones_rows():
+    """Neither of a model that an interrupt left, nor of one whose hooks another thread took away midway."""
+    bridge, other = TransformerBridge(tiny("llama")), TransformerBridge(tiny("llama"))
+    tokens, point = torch.tensor([[0, 0, 5, 6], [7, 8, 9, 10], [0, 3, 4, 5]]), "blocks.1.hook_resid_post"
+    mask, operation = (tokens > 0).long(), Set(torch.ones(32), positions=0)
+    x = torch.zeros(3, 4, 32)
+    live = []
+
+    def interrupted(x, hook):
+        raise KeyboardInterrupt
+
+    def taken_away(x, hook):
+        for handle in handles:
+            handle.remove()
+
+    for function in (interrupted, taken_away):
+        handles = bridge.add_hook(point, function)
+        with contextlib.suppress(KeyboardInterrupt):
+            bridge.original_model(tokens, attention_mask=mask)
+        for handle in handles:
+            handle.remove()
+        made = operation(x, bridge.hook_dict[point])
+        assert made[:, 0].all() and not made[:, 1:].any(), function
+        watch = Mean(over="features", positions=0)  # a pass of the other model knows its own rows
+        with other.hooks(fwd_hooks=[(point, watch), (point, lambda x, hook: live.append(x.clone()))]):
+            other.original_model(torch.tensor([[5, 6, 7], [8, 9, 10]]))
+        first = live.pop()[:, 0]
+        torch.testing.assert_close(first, first.mean(-1, keepdim=True).expand_as(first))
