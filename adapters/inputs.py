@@ -34,7 +34,8 @@ PAST = ("past_key_values", "cache")
 
 def past_of(given: Mapping[str, Any]) -> Any:
     """The keys and values of earlier tokens, among arguments or in what a model returns; None where there are none."""
-    return next((given[name] for name in PAST if given.get(name) is not None), None)
+    # By the names that are there: transformers 5.24 warns who asks an output for the older one.
+    return next((value for name, value in given.items() if name in PAST and value is not None), None)
 
 
 def with_past_named(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:

@@ -269,9 +269,9 @@ def evaluations(
     """
     refuse_another_model(graph, bridge)
     one, two = pairs_of(bridge, clean, corrupted, model_kwargs)
-    other = _other(graph, bridge, one, two, ablation, reference)
+    logits, other = _other(graph, bridge, one, two, ablation, reference)
     with torch.no_grad():
-        model = measured(metric, bridge(one))
+        model = measured(metric, logits)
         ablated = measured(metric, run_with_edges_replaced(graph, bridge, one, other, graph.exists[None])[0])
         found = []
         for mask in masks:
@@ -342,8 +342,11 @@ def _other(
     corrupted: Mapping[str, Any],
     ablation: str | Float[Tensor, "constant d_model"],
     reference: Prompts | None,
-) -> Float[Tensor, "sender batch_or_one pos_or_one d_model"]:
-    """What replaces the senders. What else writes to the stream, as features of an image, stays; it may not differ."""
+) -> tuple[Tensor, Float[Tensor, "sender batch_or_one pos_or_one d_model"]]:
+    """The clean logits, and what replaces the senders.
+
+    What else writes to the stream, as features of an image, stays; it may not differ.
+    """
     if reference is not None and (isinstance(ablation, Tensor) or ablation != "mean"):
         said = "a tensor" if isinstance(ablation, Tensor) else repr(ablation)
         raise ValueError(f"reference prompts are for the mean; the ablation is {said}")
@@ -355,19 +358,20 @@ def _other(
             )
         if not ablation.isfinite().all():
             raise ValueError("ablation has numbers that are not finite")
-        written_in_both(graph, bridge, clean, corrupted)
-        return ablation.to(bridge.cfg.device, bridge.cfg.dtype)[:, None, None]
+        logits = written_in_both(graph, bridge, clean, corrupted)[0].logits
+        return logits, ablation.to(bridge.cfg.device, bridge.cfg.dtype)[:, None, None]
     check_choice("ablation", ablation, ABLATIONS)
     prompts = corrupted if reference is None else prompts_with(bridge, reference, {})
     lengths = [each["input_ids"].shape[1] for each in (prompts, corrupted)]
     if lengths[0] != lengths[1]:
         raise ValueError(f"reference prompts have {lengths[0]} tokens, and these {lengths[1]}")
-    parts = written_in_both(graph, bridge, clean, corrupted)[1].parts
+    one, other = written_in_both(graph, bridge, clean, corrupted)
     if ablation == "resample":
-        return parts
+        return one.logits, other.parts
     if ablation == "zero":
-        return torch.zeros_like(parts[:, :1])
-    return (parts if reference is None else written(graph, bridge, prompts).parts).mean(1, keepdim=True)
+        return one.logits, torch.zeros_like(other.parts[:, :1])
+    parts = other.parts if reference is None else written(graph, bridge, prompts).parts
+    return one.logits, parts.mean(1, keepdim=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
