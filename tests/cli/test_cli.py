@@ -133,7 +133,13 @@ def test_the_exit_statuses_are_documented(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     shown = capsys.readouterr().out
-    assert [line.split()[0] for line in shown[shown.index("exit status:") :].splitlines()[1:]] == ["0", "1", "2", "130", "141"]
+    assert [line.split()[0] for line in shown[shown.index("exit status:") :].splitlines()[1:]] == [
+        "0",
+        "1",
+        "2",
+        "130",
+        "141",
+    ]
     assert "``" not in shown
 
 
