@@ -314,10 +314,10 @@ def residual_norms(
     median = base.mark_line(strokeWidth=3, color=colour("accent")).encode(y="median(v):Q", tooltip=alt.Tooltip(
         "median(v):Q", title="median over positions", format=".3~g"
     ))  # fmt: skip
-    far = max(rows, key=lambda row: row["v"])
-    right = 2 * far["i"] >= len(names)
+    component, position = divmod(int(norms.argmax()), norms.shape[1])
+    right = 2 * component >= len(names)
     label = base.mark_text(
         align="right" if right else "left", dx=-8 if right else 8, dy=-6, fontSize=11, color=colour("ink")
-    ).encode(text="token:N").transform_filter(f"datum.i == {far['i']} && datum.p == {far['p']}")  # fmt: skip
+    ).encode(text="token:N").transform_filter(f"datum.i == {component} && datum.p == {position}")  # fmt: skip
     told = alt.Title(title, subtitle="thin: each position; thick: their median; named: the largest")
     return finished(each + median + dots + label, told, width=max(320, min(620, 42 * len(names))), height=260)
