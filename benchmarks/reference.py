@@ -240,15 +240,22 @@ class Judge:
                 x = named[name] if name in named else self.of_modules[name]
                 if (by := _times(value, x)) is not None:
                     return name if by == 1 else f"{name} times {by:.3g}"
-        mine = self.ours.get(here)
-        if mine is None:
-            return ""
+        return self._made_of(value, here) if here in self.ours else ""
+
+    def _made_of(self, value: Tensor, here: str) -> str:
+        """What a value is that has no name here, but is made of what has."""
+        mine = self.ours[here]
         if (part := _part_of(value, mine)) is not None:
             return part
         if here.endswith("hook_attn_scores") and value.shape == mine.shape:
             shift = (value - mine).masked_fill(mine < -1e30, torch.nan)
             if _same(shift, shift.nanmean(-1, True).expand_as(shift)):
                 return "the same but for one number for each query, which softmax does not see"
+        if here.endswith("hook_expert_weights"):
+            named = (self.ours[here.replace("expert_weights", name)] for name in ("expert_indices", "topk_weights"))
+            chosen, weights = named
+            if _same(value, torch.zeros_like(mine).scatter(-1, chosen, weights.to(mine.dtype))):
+                return "the weights of the chosen experts, zero for the others"
         if here.endswith("hook_normalized") and any(_is_normed(value, x) for x in self.of_modules.values()):
             return "the norm's input over its scale, without weight and bias"
         return ""
