@@ -75,7 +75,7 @@ def times(rounds: int = 7) -> None:
 def table(bridge: TransformerBridge, pairs: Pairs, held_out: Pairs, scores: EdgeScores) -> None:
     """Circuits of several sizes, on the prompts that they were found with and on others."""
     circuits = [scores.greedy(round(share * scores.graph.n_edges)) for share in SHARES]
-    masks = [circuit.mask for circuit in circuits]
+    masks = [(circuit.mask, None) for circuit in circuits]
     figures = [
         evaluations(scores.graph, masks, bridge, some.clean, some.corrupted, some.metric(), "resample", None, {})
         for some in (pairs, held_out)

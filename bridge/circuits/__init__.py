@@ -9,11 +9,14 @@ from bridge.circuits.attribution import (
     edge_effects,
     information_flow,
     mean_scores,
+    node_attribution,
+    node_effects,
     path_patching,
 )
-from bridge.circuits.circuits import SHARES, Circuit, EdgeScores, faithfulness_curve
-from bridge.circuits.edge_runs import Curve, Evaluation
+from bridge.circuits.circuits import SHARES, Circuit, EdgeScores, NodeScores, faithfulness_curve, joined
+from bridge.circuits.edge_runs import Curve, Evaluation, mean_outputs
 from bridge.circuits.graph import Graph, LayerShape, Metric, kl_divergence, logit_difference
+from bridge.circuits.training import trained_edges
 
 __all__ = [
     "SHARES",
@@ -24,12 +27,18 @@ __all__ = [
     "Graph",
     "LayerShape",
     "Metric",
+    "NodeScores",
     "edge_attribution",
     "edge_effects",
     "faithfulness_curve",
     "information_flow",
+    "joined",
     "kl_divergence",
     "logit_difference",
+    "mean_outputs",
     "mean_scores",
+    "node_attribution",
+    "node_effects",
     "path_patching",
+    "trained_edges",
 ]

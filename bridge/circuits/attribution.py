@@ -11,8 +11,8 @@ from torch import Tensor
 
 from bridge.analysis.analysis import refuse_training
 from bridge.bridge import TransformerBridge
-from bridge.circuits.circuits import EdgeScores
-from bridge.circuits.edge_runs import effects_of_edges
+from bridge.circuits.circuits import EdgeScores, NodeScores
+from bridge.circuits.edge_runs import ablated, effects_of_edges, run_with_edges_replaced
 from bridge.circuits.graph import (
     Graph,
     Metric,
@@ -45,6 +45,8 @@ def edge_attribution(
     method: str = "inputs",
     steps: int = 5,
     graph: Graph | None = None,
+    ablation: str | Float[Tensor, "constant d_model"] = "resample",
+    reference: Prompts | None = None,
     **model_kwargs: Any,
 ) -> EdgeScores:
     """Estimates for every edge by how much the metric would change if the edge carried the corrupted run's activation.
@@ -75,6 +77,7 @@ def edge_attribution(
         method: see above.
         steps: how many runs the mean is of. The steps are one batch where the device's memory allows.
         graph: the model's graph, if it is there already.
+        ablation, reference: what stands in the place of the corrupted run's, as for `Circuit.evaluate`.
         model_kwargs: what else the model takes with both prompts of a pair, such as ``pixel_values=``.
 
     Returns:
@@ -95,40 +98,61 @@ def edge_attribution(
         EdgeScores(479 edges of 4 layers)
     """
     check_choice("method", method, METHODS)
-    check_positive("steps", steps)
-    refuse_training(bridge)
     graph = graph or Graph.of(bridge)
-    pair = pairs_of(bridge, clean, corrupted, model_kwargs)
-    one, other = written_in_both(graph, bridge, *pair)
-    found = _Gradients(graph, bridge, pair[0], metric, other.parts - one.parts)
-    if method == "gradient":
-        found.of_runs(BEGIN, one.parts[0], one.parts[0], [1.0])
-    elif method == "inputs":
-        found.of_runs(BEGIN, one.parts[0], other.parts[0], [k / steps for k in range(steps)])
-    elif method == "clean_corrupted":
-        found.of_runs(BEGIN, one.parts[0], other.parts[0], [0.0, 1.0])
-    else:
-        parts = [(BEGIN, one.parts[0], other.parts[0], slice(0, 1))]
-        for layer, shape in enumerate(graph.layers):
-            first, mlp = graph.first_head[layer], graph.first_head[layer] + shape.heads
-            if shape.heads:
-                both = one.attn_out[layer], other.attn_out[layer]
-                parts.append((f"blocks.{layer}.hook_attn_out", *both, slice(first, mlp)))
-            if shape.mlp:
-                both = one.parts[mlp], other.parts[mlp]
-                parts.append((f"blocks.{layer}.hook_mlp_out", *both, slice(mlp, mlp + 1)))
-        shares = [k / steps for k in range(1, steps + 1)]
-        for name, here, there, own in parts:
-            if method == "activations":
-                found.of_runs(name, here, there, shares, 1 / len(parts))
-            else:
-                found.of_runs(name, here, there, shares, 1, own)
-    if not found.scores.any():
-        raise ValueError(
-            "the gradient of the metric is zero at every receiver: there is nothing to attribute (a divergence from "
-            'the clean run has its minimum there: use method="inputs")'
-        )
+    found = _Gradients(graph, bridge, metric)
+    found.by(method, steps, pairs_of(bridge, clean, corrupted, model_kwargs), ablation, reference)
     return EdgeScores(graph, found.scores)
+
+
+@refuse_wrong_types
+def node_attribution(
+    bridge: TransformerBridge,
+    clean: Prompts,
+    corrupted: Prompts,
+    metric: Metric,
+    method: str = "inputs",
+    steps: int = 5,
+    graph: Graph | None = None,
+    ablation: str | Float[Tensor, "constant d_model"] = "resample",
+    reference: Prompts | None = None,
+    mlps: str = "output",
+    **model_kwargs: Any,
+) -> NodeScores:
+    """Estimates for every head and MLP, and every coordinate of what it writes, by how much the metric would change.
+
+    The score of a neuron is the difference of what its node writes there in the two runs (corrupted less clean), times
+    the gradient of the metric at the node's output, summed over positions and prompts; that of a node is the sum of its
+    neurons' (attribution patching: NAP; with integrated gradients NAP-IG). Gradients are those of `edge_attribution`;
+    here ``"inputs"`` takes the steps 1 to m of m, as the benchmark's code does for nodes.
+
+    Args:
+        bridge, clean, corrupted, metric, steps, graph, ablation, reference, model_kwargs: as for `edge_attribution`.
+        method: ``"gradient"``, ``"inputs"``, ``"clean_corrupted"`` or ``"activations"``.
+        mlps: whether an MLP's gradient is that at its ``"output"``; or at its ``"input"``, as in the code of the
+            Mechanistic Interpretability Benchmark, which leaves out what goes past the MLP or through it otherwise.
+
+    Returns:
+        A score for every node and every neuron.
+
+    Raises:
+        ValueError: as `edge_attribution`.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.circuits import node_attribution
+        >>> from bridge.tasks import embedded_pairs
+        >>> bridge = TransformerBridge.boot_embedded()
+        >>> pairs = embedded_pairs(bridge, "ioi", 4)
+        >>> scores = node_attribution(bridge, pairs.clean, pairs.corrupted, pairs.metric())
+        >>> scores, scores.top_neurons(500)
+        (NodeScores(21 nodes, 2688 neurons), Circuit(174 of 479 edges, 500 of 2688 neurons))
+    """
+    check_choice("method", method, METHODS[:-1])
+    check_choice("mlps", mlps, ("output", "input"))
+    graph = graph or Graph.of(bridge)
+    found = _NeuronGradients(graph, bridge, metric, mlps)
+    found.by(method, steps, pairs_of(bridge, clean, corrupted, model_kwargs), ablation, reference)
+    return NodeScores(graph, found.scores.sum(1), found.scores)
 
 
 class _Gradients:
@@ -136,25 +160,74 @@ class _Gradients:
 
     Args:
         graph, bridge, metric: as everywhere.
-        prompts: the clean ones, and what else the model is given with them.
-        change: the senders' differences, ``[sender, batch, pos, d_model]``.
 
     Attributes:
         scores: ``[receiver, sender]``.
     """
 
-    def __init__(
+    #: The first step of m on the way from the corrupted to the clean embeddings.
+    first_step = 0
+    prompts: Mapping[str, Any]
+    change: Float[Tensor, "sender batch pos d_model"]
+
+    def __init__(self, graph: Graph, bridge: TransformerBridge, metric: Metric) -> None:
+        self.graph, self.bridge, self.metric = graph, bridge, metric
+        self.scores = torch.zeros(len(graph.receivers), len(graph.senders))
+
+    def by(
         self,
-        graph: Graph,
-        bridge: TransformerBridge,
-        prompts: Mapping[str, Any],
-        metric: Metric,
-        change: Float[Tensor, "sender batch pos d_model"],
+        method: str,
+        steps: int,
+        pair: tuple[Mapping[str, Any], Mapping[str, Any]],
+        ablation: str | Tensor,
+        reference: Prompts | None,
     ) -> None:
-        self.graph, self.bridge, self.prompts, self.metric = graph, bridge, prompts, metric
-        self.batch, self.length = prompts["input_ids"].shape
-        self.change = change.flatten(1)
-        self.scores = change.new_zeros(len(graph.receivers), len(graph.senders))
+        """Scores by a method.
+
+        Args:
+            method, steps, ablation, reference: as for `edge_attribution`.
+            pair: the prompts.
+
+        Raises:
+            ValueError: as there.
+        """
+        check_positive("steps", steps)
+        refuse_training(self.bridge)
+        graph, self.prompts = self.graph, pair[0]
+        self.batch, self.length = self.prompts["input_ids"].shape
+        one, other = ablated(graph, self.bridge, *pair, ablation, reference)
+        self.change = other - one.parts
+        self.scores = self.scores.to(self.change)
+        embeddings = one.parts[0], one.parts[0] + self.change[0]
+        if method == "gradient":
+            self.of_runs(BEGIN, *embeddings, [1.0])
+        elif method == "inputs":
+            shares = [k / steps for k in range(self.first_step, self.first_step + steps)]
+            self.of_runs(BEGIN, *embeddings, shares)
+        elif method == "clean_corrupted":
+            self.of_runs(BEGIN, *embeddings, [0.0, 1.0])
+        else:
+            parts = [(BEGIN, *embeddings, slice(0, 1))]
+            for layer, shape in enumerate(graph.layers):
+                first, mlp = graph.first_head[layer], graph.first_head[layer] + shape.heads
+                if shape.heads:
+                    attn, heads = one.attn_out[layer], slice(first, mlp)
+                    name = f"blocks.{layer}.hook_attn_out"
+                    parts.append((name, attn, attn + self.change[heads].sum(0), heads))
+                if shape.mlp:
+                    both = one.parts[mlp], one.parts[mlp] + self.change[mlp]
+                    parts.append((f"blocks.{layer}.hook_mlp_out", *both, slice(mlp, mlp + 1)))
+            shares = [k / steps for k in range(1, steps + 1)]
+            for name, here, there, own in parts:
+                if method == "activations":
+                    self.of_runs(name, here, there, shares, 1 / len(parts))
+                else:
+                    self.of_runs(name, here, there, shares, 1, own)
+        if not self.scores.any():
+            raise ValueError(
+                "the gradient of the metric is zero at every receiver: there is nothing to attribute (a divergence "
+                'from the clean run has its minimum there: use method="inputs")'
+            )
 
     def of_runs(
         self,
@@ -192,15 +265,25 @@ class _Gradients:
 
         put: list[Any] = [(BEGIN, start)]
         if name != BEGIN:
-            put.append((name, lambda activation, hook: made))
+            put.append((name, lambda activation, hook: made + 0 * activation))  # 0: what is before has a gradient
         with torch.enable_grad():
             logits = self.bridge.run_with_hooks(
                 tiled(self.prompts, n),
                 fwd_hooks=put,
-                bwd_hooks=[(port.name, self._gather(port, n, weight, senders)) for port in self.graph.ports],
+                bwd_hooks=self.hooks(n, weight, senders),
             )
             total = torch.stack([one_number(self.metric, part) for part in logits.split(self.batch)]).sum()
             torch.autograd.grad(total, leaves)
+
+    def hooks(self, n: int, weight: float, senders: slice) -> list[Any]:
+        """Backward hooks that add to the scores.
+
+        Args:
+            n: how many runs a batch is of.
+            weight: by which each counts.
+            senders: whose edges get it.
+        """
+        return [(port.name, self._gather(port, n, weight, senders)) for port in self.graph.ports]
 
     def _gather(self, port: Port, n: int, weight: float, senders: slice) -> Callable[..., None]:
         """Adds a port's gradient, times the differences of the senders that it reads."""
@@ -211,8 +294,43 @@ class _Gradients:
             of_runs = gradient.unflatten(0, (n, -1)).sum(0)
             by_receiver = of_runs.movedim(-2, 0) if port.per_head else of_runs.unsqueeze(0)
             with torch.no_grad():
-                found = by_receiver.flatten(1).to(self.change.dtype) @ self.change[at].T
+                found = by_receiver.flatten(1).to(self.change.dtype) @ self.change[at].flatten(1).T
                 self.scores[port.first : port.first + port.count, at] += weight * found
+
+        return gather
+
+
+class _NeuronGradients(_Gradients):
+    """Gathers gradients at what the senders write; ``scores`` are ``[sender, d_model]``.
+
+    Args:
+        graph, bridge, metric: as everywhere.
+        mlps: where an MLP's gradient is taken, its ``"output"`` or ``"input"``.
+    """
+
+    first_step = 1
+
+    def __init__(self, graph: Graph, bridge: TransformerBridge, metric: Metric, mlps: str) -> None:
+        super().__init__(graph, bridge, metric)
+        self.mlp_point = {"output": "hook_mlp_out", "input": "hook_mlp_in"}[mlps]
+        self.scores = torch.zeros(len(graph.senders), bridge.cfg.d_model)
+
+    def hooks(self, n: int, weight: float, senders: slice) -> list[Any]:
+        """Backward hooks that add to the scores; `senders` are all."""
+        found = [(BEGIN, self._at(slice(0, 1), n, weight))]
+        for layer, shape in enumerate(self.graph.layers):
+            first, mlp = self.graph.first_head[layer], self.graph.first_head[layer] + shape.heads
+            if shape.heads:
+                found.append((f"blocks.{layer}.hook_attn_out", self._at(slice(first, mlp), n, weight)))
+            if shape.mlp:
+                found.append((f"blocks.{layer}.{self.mlp_point}", self._at(slice(mlp, mlp + 1), n, weight)))
+        return found
+
+    def _at(self, senders: slice, n: int, weight: float) -> Callable[..., None]:
+        def gather(gradient: Tensor, hook: HookPoint) -> None:
+            with torch.no_grad():
+                of_runs = gradient.unflatten(0, (n, -1)).sum(0).to(self.change.dtype)
+                self.scores[senders] += weight * (self.change[senders] * of_runs).sum((1, 2))
 
         return gather
 
@@ -307,6 +425,8 @@ def edge_effects(
     metric: Metric,
     edges: Sequence[str] | None = None,
     verbose: bool = True,
+    ablation: str | Float[Tensor, "constant d_model"] = "resample",
+    reference: Prompts | None = None,
     **model_kwargs: Any,
 ) -> EdgeScores:
     """By how much the metric of the clean run changes if an edge carries what its sender writes in the corrupted run.
@@ -321,6 +441,7 @@ def edge_effects(
         metric: from logits ``[batch, pos, d_vocab]`` to one number.
         edges: such as ``"L0H1->L3H2.q"``; None: all. Others have the score 0.
         verbose: show a progress bar.
+        ablation, reference: what stands in the place of the corrupted run's, as for `Circuit.evaluate`.
         model_kwargs: what else the model takes with both prompts of a pair.
 
     Raises:
@@ -337,7 +458,51 @@ def edge_effects(
     """
     graph = Graph.of(bridge)
     pair = pairs_of(bridge, clean, corrupted, model_kwargs)
-    return EdgeScores(graph, effects_of_edges(graph, bridge, *pair, metric, edges, verbose))
+    values = effects_of_edges(graph, bridge, *pair, metric, edges, verbose, ablation, reference)
+    return EdgeScores(graph, values)
+
+
+@torch.no_grad()
+@refuse_wrong_types
+def node_effects(
+    bridge: TransformerBridge,
+    clean: Prompts,
+    corrupted: Prompts,
+    metric: Metric,
+    ablation: str | Float[Tensor, "constant d_model"] = "resample",
+    reference: Prompts | None = None,
+    **model_kwargs: Any,
+) -> NodeScores:
+    """By how much the metric of the clean run changes if all edges out of a node carry what the ablation puts there.
+
+    Args:
+        bridge, clean, corrupted, metric, ablation, reference, model_kwargs: as for `edge_effects`.
+
+    Raises:
+        ValueError: as there.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.circuits import node_effects
+        >>> from bridge.tasks import embedded_pairs
+        >>> bridge = TransformerBridge.boot_embedded()
+        >>> pairs = embedded_pairs(bridge, "ioi", 2)
+        >>> node_effects(bridge, pairs.clean, pairs.corrupted, pairs.metric())
+        NodeScores(21 nodes)
+    """
+    graph = Graph.of(bridge)
+    pair = pairs_of(bridge, clean, corrupted, model_kwargs)
+    one, other = ablated(graph, bridge, *pair, ablation, reference)
+    base = one_number(metric, one.logits)
+    every = torch.eye(len(graph.senders), dtype=torch.bool)[:, None] & graph.exists  # set receiver sender
+    rows, length = pair[0]["input_ids"].shape
+    itemsize = one.parts.element_size() * (2 + len(graph.senders) // 16)  # of which a block holds 16 of each token
+    together = max(1, tokens_per_run(bridge.cfg, one.parts.device, length, itemsize) // (rows * length))
+    found = []
+    for some in every.split(together):
+        runs = run_with_edges_replaced(graph, bridge, pair[0], other, some)
+        found += [float(one_number(metric, logits) - base) for logits in runs]
+    return NodeScores(graph, torch.tensor(found, dtype=torch.float64))
 
 
 @torch.no_grad()

@@ -43,6 +43,7 @@ from bridge.circuits.edge_runs import (
     effects_of_edges,
     evaluations,
     refuse_another_model,
+    share_of,
     trained_constants,
 )
 from bridge.circuits.graph import Graph, LayerShape, Metric, kl_divergence, pairs_of
@@ -134,10 +135,45 @@ def _mib_name(name: str) -> str:
     return f"m{layer}" if head is None else f"a{layer}.h{head}" + (f"<{letter}>" if letter else "")
 
 
+def _mib_rows(graph: Graph, sender: int) -> int | slice:
+    """Whose neurons the benchmark's JSON has at a sender: for a head those of all heads of its layer."""
+    for first, layer in zip(graph.first_head, graph.layers, strict=True):
+        if first <= sender < first + layer.heads:
+            return slice(first, first + layer.heads)
+    return sender
+
+
 def _mib_edges(graph: Graph) -> dict[str, tuple[int, int]]:
     """Receiver and sender of each edge, by the benchmark's name."""
     senders, receivers = ([_mib_name(name) for name in names] for names in (graph.senders, graph.receivers))
     return {f"{senders[j]}->{receivers[i]}": (i, j) for i, j in graph.exists.nonzero().tolist()}
+
+
+def _of_tensors(path: str | Path) -> dict[str, Any]:
+    """The benchmark's tensors, as its JSON has them.
+
+    Raises:
+        ValueError: they are not those.
+    """
+    found = torch.load(path, map_location="cpu", weights_only=True)
+    wanted = {"cfg", "src_nodes", "dst_nodes", "edges_scores", "edges_in_graph"}
+    if not isinstance(found, dict) or not wanted <= found.keys():
+        raise ValueError(f"{path} holds no circuit: the benchmark's has {', '.join(sorted(wanted))}")
+    shape = [len(found["src_nodes"]), len(found["dst_nodes"])]
+    if any(list(found[name].shape) != shape for name in ("edges_scores", "edges_in_graph")):
+        raise ValueError(f"{path} is damaged: its tensors have not the shape {shape} of its nodes")
+    layer = LayerShape(found["cfg"]["n_heads"], found["cfg"]["n_heads"], True, bool(found["cfg"]["parallel_attn_mlp"]))
+    graph = Graph([layer] * found["cfg"]["n_layers"])
+    edges = {}
+    for edge in _mib_edges(graph):
+        sender, receiver = edge.split("->")
+        at = found["src_nodes"].index(sender), found["dst_nodes"].index(receiver)
+        edges[edge] = {"score": float(found["edges_scores"][at]), "in_graph": bool(found["edges_in_graph"][at])}
+    nodes: dict[str, dict[str, Any]] = {name: {} for name in found["src_nodes"]}
+    if "neurons_in_graph" in found:
+        for row, name in enumerate(map(_mib_name, graph.senders)):
+            nodes[name]["neurons"] = found["neurons_in_graph"][_mib_rows(graph, row)].tolist()
+    return {"cfg": found["cfg"], "nodes": nodes, "edges": edges}
 
 
 _FORMAT = "transformer-bridge circuit"
@@ -151,6 +187,7 @@ class Circuit:
         graph: the graph.
         mask: which edges, ``[receiver, sender]``.
         scores: of the edges; None: 0 for all.
+        neurons: which coordinates of what a sender writes its edges have, ``[sender, d_model]``; None: all.
 
     Raises:
         ValueError: a shape is not the graph's, or a pair is no edge.
@@ -169,13 +206,17 @@ class Circuit:
         graph: Graph,
         mask: Bool[Tensor, "receiver sender"],
         scores: Float[Tensor, "receiver sender"] | None = None,
+        neurons: Bool[Tensor, "sender d_model"] | None = None,
     ) -> None:
+        if neurons is not None and len(neurons) != len(graph.senders):
+            raise ValueError(f"neurons are of {len(neurons)} senders; this graph has {len(graph.senders)}")
         if mask.shape != graph.exists.shape:
             raise ValueError(f"the mask has shape {list(mask.shape)}; this graph needs {list(graph.exists.shape)}")
         if (mask & ~graph.exists).any():
             receiver, sender = (int(i) for i in (mask & ~graph.exists).nonzero()[0])
             raise ValueError(f"there is no edge {graph.edge_name(receiver, sender)}")
         self.graph, self.mask = graph, mask.clone()
+        self.neurons = None if neurons is None else neurons.cpu().clone()
         self.scores = torch.zeros(mask.shape, dtype=torch.float64) if scores is None else scores.double()
 
     @classmethod
@@ -211,8 +252,8 @@ class Circuit:
 
     @property
     def share(self) -> float:
-        """Its part of all edges."""
-        return self.n_edges / self.graph.n_edges
+        """Its part of all edges; an edge of which some neurons are in it counts by their share."""
+        return share_of(self.graph, self.mask, self.neurons)
 
     @property
     def nodes(self) -> list[str]:
@@ -225,12 +266,20 @@ class Circuit:
         return [*names, "logits"] if len(graph.receivers) - 1 in receivers else names
 
     def complement(self) -> Circuit:
-        """All other edges."""
+        """All other edges.
+
+        Raises:
+            ValueError: a circuit of neurons, whose complement has other neurons of other edges.
+        """
+        if self.neurons is not None:
+            raise ValueError("the complement of a circuit of neurons has no one set of neurons for each sender")
         return Circuit(self.graph, self.graph.exists & ~self.mask, self.scores)
 
     def pruned(self) -> Circuit:
         """The circuit without edges that are on no way from the embeddings to the logits."""
         graph, mask = self.graph, self.mask.clone()
+        if self.neurons is not None:
+            mask &= self.neurons.any(1)
         while True:
             receives = mask.any(1)
             sends = mask.any(0)
@@ -244,7 +293,7 @@ class Circuit:
                     useful[inputs] = True
             left = mask & alive & useful[:, None]
             if torch.equal(left, mask):
-                return Circuit(graph, mask, self.scores)
+                return Circuit(graph, mask, self.scores, self.neurons)
             mask = left
 
     @refuse_wrong_types
@@ -291,7 +340,7 @@ class Circuit:
             True
         """
         return evaluations(
-            self.graph, [self.mask], bridge, clean, corrupted, metric, ablation, reference, model_kwargs
+            self.graph, [(self.mask, self.neurons)], bridge, clean, corrupted, metric, ablation, reference, model_kwargs
         )[0]
 
     @refuse_wrong_types
@@ -349,7 +398,7 @@ class Circuit:
         if loss is None:
             with torch.no_grad():
                 loss = kl_divergence(bridge(given))
-        return trained_constants(self.graph, self.mask, bridge, given, loss, steps, rate)
+        return trained_constants(self.graph, self.mask, self.neurons, bridge, given, loss, steps, rate)
 
     @refuse_wrong_types
     def save(self, path: str | Path) -> None:
@@ -364,21 +413,25 @@ class Circuit:
             "layers": self.graph.to_dict(),
             "edges": [list(edge) for edge in self.edges],
         }
+        if self.neurons is not None:
+            content["d_model"] = self.neurons.shape[1]
+            content["neurons"] = [row.nonzero().flatten().tolist() for row in self.neurons]
         Path(path).write_text(sealed(content), encoding="utf-8")
 
     @refuse_wrong_types
     def to_mib(self, path: str | Path, bridge: TransformerBridge) -> None:
         """Writes the circuit, with the scores of all edges, as the Mechanistic Interpretability Benchmark reads it.
 
-        That is the JSON of EAP-IG's ``Graph.from_json``: nodes ``input``, ``a3.h2``, ``m3``; edges ``a0.h1->a3.h2<q>``.
+        That is what EAP-IG's ``Graph.from_json`` reads: nodes ``input``, ``a3.h2``, ``m3``; edges ``a0.h1->a3.h2<q>``;
+        or, by the name of the file, the tensors of its ``Graph.from_pt``.
 
         Args:
-            path: the file.
+            path: the file, ``.json`` or ``.pt``.
             bridge: the model of the circuit.
 
         Raises:
-            ValueError: a circuit of another model; one with grouped keys, or with a layer without heads or MLP, for
-                which that graph has no nodes.
+            ValueError: another kind of file; a circuit of another model; one with grouped keys, or with a layer without
+                heads or MLP, for which that graph has no nodes.
 
         Example:
             >>> import tempfile, pathlib
@@ -391,29 +444,44 @@ class Circuit:
             >>> Circuit.load(path) == circuit
             True
         """
-        graph = self.graph
+        graph, path = self.graph, Path(path)
+        check_choice("the name of the file ends in", path.suffix, (".json", ".pt"))
         refuse_another_model(graph, bridge)
         first = graph.layers[0]
         if set(graph.layers) != {first} or not first.mlp or not first.heads == first.key_heads > 0:
             raise ValueError(
                 "the benchmark's graph has an MLP and as many heads in each layer, all with keys of their own: "
-                f"{bridge.cfg.model_name} has not"
+                f"{bridge.cfg.model_name} has not (its grouped keys are ungrouped by `bridge.legacy`)"
             )
         if not self.scores.isfinite().all():
             raise ValueError("a score is not finite, which the file cannot hold")
         used = {graph.senders.index(name) for name in self.nodes if name != "logits"}
-        nodes = {_mib_name(name): {"in_graph": at in used} for at, name in enumerate(graph.senders)}
-        nodes["logits"] = {"in_graph": bool(self.mask[-1].any())}
         config = {
             "n_layers": len(graph.layers), "n_heads": first.heads, "parallel_attn_mlp": first.parallel,
             "d_model": bridge.cfg.d_model,
         }  # fmt: skip
+        senders, receivers = ([_mib_name(name) for name in names] for names in (graph.senders, graph.receivers))
+        if path.suffix == ".pt":
+            nodes = torch.tensor([at in used for at in range(len(senders))])
+            tensors = {
+                "cfg": config, "src_nodes": senders, "dst_nodes": receivers, "nodes_in_graph": nodes,
+                "edges_scores": self.scores.T.float().contiguous(), "edges_in_graph": self.mask.T.contiguous(),
+            }  # fmt: skip
+            if self.neurons is not None:
+                tensors |= {"neurons_in_graph": self.neurons, "neurons_scores": torch.zeros(self.neurons.shape)}
+            torch.save(tensors, path)
+            return
+        said: dict[str, dict[str, Any]] = {name: {"in_graph": at in used} for at, name in enumerate(senders)}
+        said["logits"] = {"in_graph": bool(self.mask[-1].any())}
+        if self.neurons is not None:
+            for at, name in enumerate(senders):
+                said[name]["neurons"] = self.neurons[_mib_rows(graph, at)].tolist()
         edges = {
             edge: {"score": float(self.scores[at]), "in_graph": bool(self.mask[at])}
             for edge, at in _mib_edges(graph).items()
         }
-        content = {"cfg": config, "nodes": nodes, "edges": edges}
-        Path(path).write_text(json.dumps(content, allow_nan=False) + "\n", encoding="utf-8")
+        content = {"cfg": config, "nodes": said, "edges": edges}
+        path.write_text(json.dumps(content, allow_nan=False) + "\n", encoding="utf-8")
 
     @classmethod
     @refuse_wrong_types
@@ -437,6 +505,8 @@ class Circuit:
             >>> Circuit.load(path).edges
             [('embed', 'logits', 0.0)]
         """
+        if Path(path).suffix == ".pt":
+            return cls._of_mib(_of_tensors(path))
         return read_file(path, "circuit", cls._of_file)
 
     @classmethod
@@ -453,7 +523,12 @@ class Circuit:
         for sender, receiver, score in content["edges"]:
             at = graph.edge(f"{sender}->{receiver}")
             mask[at], scores[at] = True, score
-        return cls(graph, mask, scores)
+        neurons = None
+        if "neurons" in content:
+            neurons = torch.zeros(len(content["neurons"]), content["d_model"], dtype=torch.bool)
+            for row, some in zip(neurons, content["neurons"], strict=True):
+                row[some] = True
+        return cls(graph, mask, scores, neurons)
 
     @classmethod
     def _of_mib(cls, content: dict[str, Any]) -> Circuit:
@@ -469,7 +544,16 @@ class Circuit:
             if not isinstance(there, bool) or not math.isfinite(score):
                 raise ValueError(f"{edge} has the score {score}, and is in the graph: {there!r}")
             mask[at], scores[at] = there, score
-        return cls(graph, mask, scores)
+        rows = [content["nodes"][_mib_name(name)].get("neurons") for name in graph.senders]
+        if all(row is None for row in rows):
+            return cls(graph, mask, scores)
+        neurons = torch.zeros(len(rows), config["d_model"], dtype=torch.bool)
+        for sender, row in enumerate(rows):
+            where = _mib_rows(graph, sender)
+            if row is None or torch.tensor(row).shape != neurons[where].shape:
+                raise ValueError(f"the neurons of {graph.senders[sender]} are not {list(neurons[where].shape)}")
+            neurons[where] = torch.tensor(row).bool()
+        return cls(graph, mask, scores, neurons)
 
     @refuse_wrong_types
     def draw(
@@ -532,12 +616,17 @@ class Circuit:
         return pictures.circuit(edges, **(given | {"nodes": drawn} | options))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Circuit) and self.graph == other.graph and torch.equal(self.mask, other.mask)
+        if not (isinstance(other, Circuit) and self.graph == other.graph and torch.equal(self.mask, other.mask)):
+            return False
+        if self.neurons is None or other.neurons is None:
+            return self.neurons is other.neurons
+        return torch.equal(self.neurons, other.neurons)
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return f"Circuit({self.n_edges} of {self.graph.n_edges} edges)"
+        neurons = "" if self.neurons is None else f", {int(self.neurons.sum())} of {self.neurons.numel()} neurons"
+        return f"Circuit({self.n_edges} of {self.graph.n_edges} edges{neurons})"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -705,16 +794,7 @@ class EdgeScores:
         Raises:
             ValueError: there are not so many.
         """
-        graph, counts = self.graph, self.values.sum(0)
-        if not 0 <= n <= len(counts):
-            raise ValueError(f"n is {n}; there are {len(counts)} nodes")
-        chosen = torch.zeros(len(counts), dtype=torch.bool)
-        chosen[(counts.abs() if absolute else -counts).sort(descending=True, stable=True).indices[:n]] = True
-        reading = torch.zeros(len(graph.receivers), dtype=torch.bool)
-        reading[[len(graph.receivers) - 1, *(i for s in chosen.nonzero().flatten() for i in graph.inputs[int(s)])]] = (
-            True
-        )
-        return self._circuit(graph.exists & chosen & reading[:, None])
+        return self._circuit(_of_nodes(self.graph, self.values.sum(0), n, absolute))
 
     def _rank(self, absolute: bool) -> Tensor:
         return self.values.abs() if absolute else -self.values
@@ -725,6 +805,99 @@ class EdgeScores:
 
     def _circuit(self, mask: Bool[Tensor, "receiver sender"]) -> Circuit:
         return Circuit(self.graph, mask, self.values)
+
+
+def _first(counts: Tensor, n: int, absolute: bool, what: str) -> Bool[Tensor, "..."]:
+    """Which `n` of some numbers are the largest, of either sign, or the most negative.
+
+    Raises:
+        ValueError: there are not so many.
+    """
+    if not 0 <= n <= counts.numel():
+        raise ValueError(f"n is {n}; there are {counts.numel()} {what}")
+    chosen = torch.zeros(counts.numel(), dtype=torch.bool)
+    rank = (counts.abs() if absolute else -counts).flatten()
+    chosen[rank.sort(descending=True, stable=True).indices[:n]] = True
+    return chosen.view(counts.shape)
+
+
+def _of_nodes(graph: Graph, counts: Tensor, n: int, absolute: bool) -> Bool[Tensor, "receiver sender"]:
+    """The edges between the nodes that count most, and from them to the logits."""
+    return _between(graph, _first(counts, n, absolute, "nodes"))
+
+
+def _between(graph: Graph, chosen: Bool[Tensor, " sender"]) -> Bool[Tensor, "receiver sender"]:
+    """The edges between some nodes, and from them to the logits."""
+    reading = torch.zeros(len(graph.receivers), dtype=torch.bool)
+    own = [i for sender in chosen.nonzero().flatten().tolist() for i in graph.inputs[sender]]
+    reading[[len(graph.receivers) - 1, *own]] = True
+    return graph.exists & chosen & reading[:, None]
+
+
+class NodeScores:
+    """A number for every head and MLP, or for every coordinate of what each writes (its neurons).
+
+    Args:
+        graph: the graph.
+        values: of the nodes, ``[sender]``.
+        neurons: of their neurons, ``[sender, d_model]``; None: nothing is known of them.
+
+    Raises:
+        ValueError: there are not as many as senders, or a score is no number.
+
+    Example:
+        >>> import torch
+        >>> from bridge import TransformerBridge
+        >>> from bridge.circuits import Graph, NodeScores
+        >>> scores = NodeScores(Graph.of(TransformerBridge.boot_embedded()), torch.arange(21.0))
+        >>> scores["L3MLP"], scores.top(3).nodes
+        (20.0, ['L3H2', 'L3H3', 'L3MLP', 'logits'])
+    """
+
+    def __init__(
+        self, graph: Graph, values: Float[Tensor, " sender"], neurons: Float[Tensor, "sender d_model"] | None = None
+    ) -> None:
+        for given in (values, neurons):
+            if given is not None and len(given) != len(graph.senders):
+                raise ValueError(f"there are scores of {len(given)} nodes; this graph has {len(graph.senders)}")
+            if given is not None and given.isnan().any():
+                raise ValueError(f"{int(given.isnan().sum())} scores are NaN")
+        self.graph, self.values = graph, values.detach().cpu().double()
+        self.neurons = None if neurons is None else neurons.detach().cpu().double()
+
+    def __getitem__(self, node: str) -> float:
+        return float(self.values[self.graph.sender(node)])
+
+    def __repr__(self) -> str:
+        neurons = "" if self.neurons is None else f", {self.neurons.numel()} neurons"
+        return f"NodeScores({len(self.values)} nodes{neurons})"
+
+    @refuse_wrong_types
+    def top(self, n: int, absolute: bool = True) -> Circuit:
+        """The edges between the `n` nodes that count most, and from them to the logits.
+
+        Args:
+            n, absolute: as for `EdgeScores.top`.
+
+        Raises:
+            ValueError: there are not so many.
+        """
+        return Circuit(self.graph, _of_nodes(self.graph, self.values, n, absolute))
+
+    @refuse_wrong_types
+    def top_neurons(self, n: int, absolute: bool = True) -> Circuit:
+        """The `n` neurons that count most, with the edges between the nodes that have some, and to the logits.
+
+        Args:
+            n, absolute: as for `EdgeScores.top`.
+
+        Raises:
+            ValueError: there are not so many, or no scores of neurons.
+        """
+        if self.neurons is None:
+            raise ValueError("these are scores of nodes alone: `node_attribution` gives those of neurons, too")
+        chosen = _first(self.neurons, n, absolute, "neurons")
+        return Circuit(self.graph, _between(self.graph, chosen.any(1)), neurons=chosen)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -763,7 +936,7 @@ SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 @refuse_wrong_types
 def faithfulness_curve(
-    scores: EdgeScores,
+    scores: EdgeScores | NodeScores,
     bridge: TransformerBridge,
     clean: Prompts,
     corrupted: Prompts,
@@ -780,8 +953,8 @@ def faithfulness_curve(
     Args:
         scores: what the circuits are chosen by.
         bridge, clean, corrupted, metric, ablation, reference, model_kwargs: as for `Circuit.evaluate`.
-        shares: parts of all edges, or of all nodes.
-        choose: ``"top"`` or ``"greedy"`` edges, or ``"top_nodes"``.
+        shares: parts of all edges, or of all nodes or neurons.
+        choose: ``"top"`` or ``"greedy"`` edges, or ``"top_nodes"``; of `NodeScores`: ``"top"`` or ``"top_neurons"``.
         absolute: as for `EdgeScores.top`.
 
     Raises:
@@ -793,12 +966,47 @@ def faithfulness_curve(
         >>> curve.cpr, curve.cmd
         (0.75, 0.25)
     """
-    check_choice("choose", choose, ("top", "greedy", "top_nodes"))
     _check_shares(shares)
-    pick = {"top": scores.top, "greedy": scores.greedy, "top_nodes": scores.top_nodes}[choose]
-    whole = len(scores.graph.senders) if choose == "top_nodes" else scores.graph.n_edges
+    graph = scores.graph
+    whole = {"top": graph.n_edges, "greedy": graph.n_edges, "top_nodes": len(graph.senders)}
+    if isinstance(scores, NodeScores):
+        whole = {"top": len(graph.senders), "top_neurons": 0 if scores.neurons is None else scores.neurons.numel()}
+    check_choice("choose", choose, tuple(whole))
+    pick = getattr(scores, choose)
     # The benchmark's code rounds down, and leaves out what is on no way from the embeddings to the logits.
-    masks = [pick(int(share * whole), absolute).pruned().mask for share in shares]
-    found = evaluations(scores.graph, masks, bridge, clean, corrupted, metric, ablation, reference, model_kwargs)
+    circuits = [pick(int(share * whole[choose]), absolute).pruned() for share in shares]
+    kept = [(circuit.mask, circuit.neurons) for circuit in circuits]
+    found = evaluations(graph, kept, bridge, clean, corrupted, metric, ablation, reference, model_kwargs)
     each = [one.prompts for one in found if one.prompts is not None]
     return Curve(tuple(shares), tuple(one.faithfulness for one in found), torch.stack(each).cpu() if each else None)
+
+
+@refuse_wrong_types
+def joined(curves: Sequence[Curve]) -> Curve:
+    """The curve of all prompts together, from curves of the same scores for several batches of them.
+
+    Args:
+        curves: of the same shares, each with a metric that gives a number for each prompt.
+
+    Raises:
+        ValueError: there are none, their shares differ, or a metric gave one number for all prompts.
+
+    Example:
+        >>> import torch
+        >>> from bridge.circuits import Curve, joined
+        >>> def of(model):
+        ...     prompts = torch.tensor([[[model], [0.0], [0.0]], [[model], [0.0], [model]]])
+        ...     return Curve((0.0, 1.0), (0.0, 1.0), prompts)
+        >>> joined([of(1.0), of(3.0)]).prompts.shape, joined([of(1.0), of(3.0)]).cpr
+        (torch.Size([2, 3, 2]), 0.5)
+    """
+    if not curves or any(curve.shares != curves[0].shares for curve in curves):
+        raise ValueError("curves are joined if there are some, all of the same shares")
+    each = [curve.prompts for curve in curves if curve.prompts is not None]
+    if len(each) < len(curves):
+        raise ValueError("a metric gave one number for all prompts: give one for each, as logit_difference(each=True)")
+    prompts = torch.cat(each, -1)
+    model, none, circuit = prompts.double().mean(-1).unbind(1)
+    if (model == none).any():
+        raise ValueError("the metric is the same with every edge and with none: there is nothing for a circuit to keep")
+    return Curve(curves[0].shares, tuple(((circuit - none) / (model - none)).tolist()), prompts)

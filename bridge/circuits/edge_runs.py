@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from bridge.circuits.graph import (
     Graph,
     Metric,
     Port,
+    SenderOutputs,
     heads_of,
     measured,
     names_of,
@@ -38,62 +39,104 @@ def run_with_edges_replaced(
     bridge: TransformerBridge,
     prompts: Mapping[str, Any],
     other: Float[Tensor, "sender batch_or_one pos_or_one d_model"],
-    replaced: Bool[Tensor, "set receiver sender"],
+    replaced: Tensor,
+    neurons: tuple[Tensor, Tensor] | None = None,
 ) -> Float[Tensor, "set batch pos d_vocab"]:
     """The logits of some prompts for each of several sets of edges, all in one batch.
 
     Every receiver reads the stream of this very run, to which is added, for each replaced edge, what the sender wrote
     in the other run less what it writes in this one. Norms, attention and MLPs are then computed from that by the
-    model.
+    model. Gradients reach what is replaced, by how much, and the other run.
 
     Args:
         graph: the graph.
         bridge: the bridge.
         prompts: the tokens, ``[batch, pos]``, and what else the model is given, by name.
         other: what replaces the senders, ``[sender, batch, pos, d_model]``, or one for all rows, or positions.
-        replaced: for each set, which edges carry it, ``[set, receiver, sender]``.
+        replaced: for each set, which edges carry it, ``[set, receiver, sender]``, or ``[set, batch, receiver, sender]``
+            where prompts have edges of their own; numbers between 0 and 1: by how much they do.
+        neurons: which edges carry some coordinates of it besides, ``[set, receiver, sender]``, and which coordinates
+            of each sender, ``[set, sender, d_model]``.
     """
     sets, (batch, length) = len(replaced), prompts["input_ids"].shape
-    weights = (replaced & graph.exists).to(other.device, other.dtype)
-    other = other.expand(-1, batch, length, -1)
-    change = other.new_zeros(sets, *other.shape)  # of each sender: the other run less this one
-    seen: dict[str, Tensor] = {}
+    run = _EdgesReplaced(graph, bridge, other.expand(-1, batch, length, -1), replaced, neurons)
+    logits = bridge.run_with_hooks(tiled(prompts, sets), fwd_hooks=run.hooks())
+    return logits.unflatten(0, (sets, batch))
 
-    def write(sender: int, parts: Float[Tensor, "part rows pos d_model"]) -> None:
-        here, at = parts.unflatten(1, (sets, -1)).movedim(1, 0), slice(sender, sender + len(parts))
-        change[:, at] = other[at] - here
 
-    def see(activation: Tensor, hook: HookPoint) -> None:
+class _EdgesReplaced:
+    """What such a run remembers: see `run_with_edges_replaced`."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        bridge: TransformerBridge,
+        other: Float[Tensor, "sender batch pos d_model"],
+        replaced: Tensor,
+        neurons: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        self.graph, self.bridge, self.other = graph, bridge, other
+        self.shape = len(replaced), other.shape[1]
+        #: For each set and row, of each sender, the other run less this one.
+        self.change = other.new_zeros(*self.shape, *other.shape[:1], *other.shape[2:])
+        #: Edges, and of which coordinates of the senders: None, of all.
+        self.terms: list[tuple[Tensor, Tensor | None]] = [(self._by_row(replaced), None)]
+        if neurons is not None:
+            self.terms.append((self._by_row(neurons[0]), neurons[1].to(other)[:, None, :, None]))
+        self.seen: dict[str, Tensor] = {}
+
+    def _by_row(self, edges: Tensor) -> Tensor:
+        found = edges * self.graph.exists.to(edges.device)
+        return (found if found.ndim == 4 else found[:, None].expand(-1, self.shape[1], -1, -1)).to(self.other)
+
+    def hooks(self) -> list[Any]:
+        """They see what senders write, and change what receivers read."""
+        hooks: list[Any] = [("blocks.0.hook_resid_pre", lambda stream, hook: self._write(0, stream.unsqueeze(0)))]
+        for layer in range(len(self.graph.layers)):
+            hooks += [(name, self._see) for name in names_of(self.graph, self.bridge, layer)]
+        used = torch.zeros(len(self.graph.receivers), dtype=torch.bool)
+        for weights, _ in self.terms:
+            used |= weights.requires_grad | weights.detach().bool().any(-1).flatten(0, 1).any(0).cpu()
+        return hooks + [
+            (port.name, self._reading(port))
+            for port in self.graph.ports
+            if used[port.first : port.first + port.count].any()
+        ]
+
+    def _write(self, sender: int, parts: Float[Tensor, "part rows pos d_model"]) -> None:
+        here, at = parts.unflatten(1, self.shape).movedim(0, 2), slice(sender, sender + len(parts))
+        self.change[:, :, at] = self.other[at].movedim(0, 1) - here
+
+    def _see(self, activation: Tensor, hook: HookPoint) -> None:
         """Notes what a layer's senders write; heads count when all that is needed of them was seen."""
         layer = hook.layer()
-        first, shape = graph.first_head[layer], graph.layers[layer]
+        first, shape = self.graph.first_head[layer], self.graph.layers[layer]
         if hook.name.endswith("hook_mlp_out"):
-            return write(first + shape.heads, activation.unsqueeze(0))
-        seen[hook.name] = activation
-        names = [name for name in names_of(graph, bridge, layer) if not name.endswith("hook_mlp_out")]
-        if all(name in seen for name in names):
-            write(first, heads_of(bridge, seen, layer))
-            seen.clear()
+            return self._write(first + shape.heads, activation.unsqueeze(0))
+        self.seen[hook.name] = activation
+        names = [name for name in names_of(self.graph, self.bridge, layer) if not name.endswith("hook_mlp_out")]
+        if all(name in self.seen for name in names):
+            self._write(first, heads_of(self.bridge, self.seen, layer))
+            self.seen.clear()
         return None
 
-    def reading(port: Port) -> Callable[..., Tensor]:
-        chosen = weights[:, port.first : port.first + port.count, : port.upstream]
+    def _reading(self, port: Port) -> Callable[..., Tensor]:
+        mine, before = slice(port.first, port.first + port.count), slice(port.upstream)
 
         def read(stream: Tensor, hook: HookPoint) -> Tensor:
-            upstream = change[:, : port.upstream]  # set sender batch pos d_model
-            added = (chosen @ upstream.flatten(2)).unflatten(2, upstream.shape[2:])
-            by_row = added.permute(0, 2, 3, 1, 4).flatten(0, 1)
+            added: Tensor | float = 0.0
+            for weights, coordinates in self.terms:
+                upstream = self.change[:, :, before]  # set batch sender pos d_model
+                if coordinates is not None:
+                    upstream = upstream * coordinates[:, :, before]
+                elif weights.requires_grad:  # what is written later may not change what the gradient is of
+                    upstream = upstream.clone()
+                added = added + weights[:, :, mine, before] @ upstream.flatten(3)
+            assert isinstance(added, Tensor)
+            by_row = added.unflatten(3, self.change.shape[3:]).flatten(0, 1).movedim(1, 2)  # row pos receiver d_model
             return stream + (by_row if port.per_head else by_row.squeeze(-2)).to(stream.dtype)
 
         return read
-
-    hooks: list[Any] = [("blocks.0.hook_resid_pre", lambda stream, hook: write(0, stream.unsqueeze(0)))]
-    for layer in range(len(graph.layers)):
-        hooks += [(name, see) for name in names_of(graph, bridge, layer)]
-    used = weights.bool().any(0)
-    hooks += [(port.name, reading(port)) for port in graph.ports if used[port.first : port.first + port.count].any()]
-    logits = bridge.run_with_hooks(tiled(prompts, sets), fwd_hooks=hooks)
-    return logits.unflatten(0, (sets, batch))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -246,9 +289,21 @@ class Curve:
         return sum((right - left) * (a + b) / 2 for left, right, a, b in steps)
 
 
+def share_of(graph: Graph, mask: Bool[Tensor, "receiver sender"], neurons: Tensor | None) -> float:
+    """A circuit's part of all edges; an edge of which some neurons are in it counts by their share.
+
+    Args:
+        graph: the graph.
+        mask: its edges.
+        neurons: its neurons, ``[sender, d_model]``; None: all.
+    """
+    kept = mask if neurons is None else mask * neurons.double().mean(1)
+    return float(kept.sum()) / graph.n_edges
+
+
 def evaluations(
     graph: Graph,
-    masks: Sequence[Bool[Tensor, "receiver sender"]],
+    circuits: Sequence[tuple[Bool[Tensor, "receiver sender"], Tensor | None]],
     bridge: TransformerBridge,
     clean: Prompts,
     corrupted: Prompts,
@@ -261,7 +316,7 @@ def evaluations(
 
     Args:
         graph: their graph.
-        masks: which edges each has.
+        circuits: which edges each has, and which neurons of each sender, ``[sender, d_model]`` (None: all).
         bridge, clean, corrupted, metric, ablation, reference, model_kwargs: as there.
 
     Raises:
@@ -269,17 +324,20 @@ def evaluations(
     """
     refuse_another_model(graph, bridge)
     one, two = pairs_of(bridge, clean, corrupted, model_kwargs)
-    logits, other = _other(graph, bridge, one, two, ablation, reference)
+    wrote, other = ablated(graph, bridge, one, two, ablation, reference)
     with torch.no_grad():
-        model = measured(metric, logits)
-        ablated = measured(metric, run_with_edges_replaced(graph, bridge, one, other, graph.exists[None])[0])
+        model = measured(metric, wrote.logits)
+        nothing = measured(metric, run_with_edges_replaced(graph, bridge, one, other, graph.exists[None])[0])
         found = []
-        for mask in masks:
-            replaced = torch.stack([graph.exists & ~mask, mask])
-            alone, without = run_with_edges_replaced(graph, bridge, one, other, replaced)
-            values = torch.stack([model, ablated, measured(metric, alone), measured(metric, without)])
+        for mask, neurons in circuits:
+            partly, replaced = None, torch.stack([graph.exists & ~mask, mask])
+            if neurons is not None:
+                replaced[1] = False
+                partly = (mask.expand(2, -1, -1), torch.stack([~neurons, neurons]))
+            alone, without = run_with_edges_replaced(graph, bridge, one, other, replaced, partly)
+            values = torch.stack([model, nothing, measured(metric, alone), measured(metric, without)])
             whole, none, circuit, complement = (float(value.mean()) for value in values)
-            share, each = int(mask.sum()) / graph.n_edges, values[:3] if model.ndim else None
+            share, each = share_of(graph, mask, neurons), values[:3] if model.ndim else None
             found.append(Evaluation(whole, none, circuit, complement, share, each))
     return found
 
@@ -287,6 +345,7 @@ def evaluations(
 def trained_constants(
     graph: Graph,
     mask: Bool[Tensor, "receiver sender"],
+    neurons: Tensor | None,
     bridge: TransformerBridge,
     prompts: Mapping[str, Any],
     loss: Metric,
@@ -298,22 +357,26 @@ def trained_constants(
     Args:
         graph: the graph.
         mask: the edges of the circuit.
+        neurons: its neurons, ``[sender, d_model]``; None: all.
         bridge, prompts, loss, steps, rate: as there.
     """
     wrote = written(graph, bridge, prompts)
     refuse_another_sum(bridge, wrote)
     parts = wrote.parts
-    means = parts.mean((1, 2), keepdim=True)
-    sizes = (parts - means).square().mean((1, 2, 3), keepdim=True).sqrt()
+    counted = _counted(prompts, parts)
+    means = (parts * counted).sum((1, 2), keepdim=True) / counted.sum()
+    spread = ((parts - means).square() * counted).sum((1, 2, 3), keepdim=True) / counted.sum() / parts.shape[-1]
+    sizes = spread.sqrt()
     moved = torch.zeros_like(means, requires_grad=True)
     optimizer, least, best = torch.optim.Adam([moved], lr=rate), torch.inf, moved.detach().clone()
     replaced = (graph.exists & ~mask)[None]
-    if not replaced.any():  # nothing carries a constant
+    partly = None if neurons is None else (mask[None], ~neurons[None])
+    if not replaced.any() and partly is None:  # nothing carries a constant
         return means[:, 0, 0]
     with torch.enable_grad():
         for _ in range(steps):
             found = one_number(
-                loss, run_with_edges_replaced(graph, bridge, prompts, means + sizes * moved, replaced)[0]
+                loss, run_with_edges_replaced(graph, bridge, prompts, means + sizes * moved, replaced, partly)[0]
             )
             if not found.isfinite():
                 raise ValueError(f"loss is {found.item()}: constants are trained to make a finite number small")
@@ -335,17 +398,25 @@ def refuse_another_model(graph: Graph, bridge: TransformerBridge) -> None:
         raise ValueError(f"the circuit is of {graph}, and this model is {model_graph}")
 
 
-def _other(
+def ablated(
     graph: Graph,
     bridge: TransformerBridge,
     clean: Mapping[str, Any],
     corrupted: Mapping[str, Any],
     ablation: str | Float[Tensor, "constant d_model"],
     reference: Prompts | None,
-) -> tuple[Tensor, Float[Tensor, "sender batch_or_one pos_or_one d_model"]]:
-    """The clean logits, and what replaces the senders.
+) -> tuple[SenderOutputs, Float[Tensor, "sender batch_or_one pos_or_one d_model"]]:
+    """What the senders write in the clean run, and what replaces that; see `Circuit.evaluate`.
 
     What else writes to the stream, as features of an image, stays; it may not differ.
+
+    Args:
+        graph, bridge: as everywhere.
+        clean, corrupted: the prompts, of one shape.
+        ablation, reference: as there.
+
+    Raises:
+        ValueError: as there.
     """
     if reference is not None and (isinstance(ablation, Tensor) or ablation != "mean"):
         said = "a tensor" if isinstance(ablation, Tensor) else repr(ablation)
@@ -358,8 +429,8 @@ def _other(
             )
         if not ablation.isfinite().all():
             raise ValueError("ablation has numbers that are not finite")
-        logits = written_in_both(graph, bridge, clean, corrupted)[0].logits
-        return logits, ablation.to(bridge.cfg.device, bridge.cfg.dtype)[:, None, None]
+        one, _ = written_in_both(graph, bridge, clean, corrupted)
+        return one, ablation.to(bridge.cfg.device, bridge.cfg.dtype)[:, None, None]
     check_choice("ablation", ablation, ABLATIONS)
     prompts = corrupted if reference is None else prompts_with(bridge, reference, {})
     lengths = [each["input_ids"].shape[1] for each in (prompts, corrupted)]
@@ -367,11 +438,53 @@ def _other(
         raise ValueError(f"reference prompts have {lengths[0]} tokens, and these {lengths[1]}")
     one, other = written_in_both(graph, bridge, clean, corrupted)
     if ablation == "resample":
-        return one.logits, other.parts
+        return one, other.parts
     if ablation == "zero":
-        return one.logits, torch.zeros_like(other.parts[:, :1])
+        return one, torch.zeros_like(other.parts[:, :1])
     parts = other.parts if reference is None else written(graph, bridge, prompts).parts
-    return one.logits, parts.mean(1, keepdim=True)
+    counted = _counted(prompts, parts)
+    return one, (parts * counted).sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1)
+
+
+def _counted(prompts: Mapping[str, Any], parts: Tensor) -> Tensor:
+    """1 for each token, 0 for padding, ``[1, batch, pos, 1]``."""
+    mask = prompts.get("attention_mask", torch.ones_like(prompts["input_ids"]))
+    return mask.to(parts)[None, :, :, None]
+
+
+@refuse_wrong_types
+def mean_outputs(bridge: TransformerBridge, prompts: Iterable[Prompts]) -> Float[Tensor, "sender d_model"]:
+    """What each head and MLP writes on average over all tokens of some batches: constants for mean ablation.
+
+    Args:
+        bridge: the bridge.
+        prompts: batches, ``[batch, pos]``, of any lengths, or what a processor gives; with an ``attention_mask``,
+            padding counts for nothing.
+
+    Returns:
+        A vector for each sender of the model's graph, for ``evaluate(ablation=)``.
+
+    Raises:
+        ValueError: no prompts; a model without such a graph.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.circuits import mean_outputs
+        >>> bridge = TransformerBridge.boot_embedded()
+        >>> mean_outputs(bridge, [bridge.to_tokens("Mary and"), bridge.to_tokens("When Mary and John")]).shape
+        torch.Size([21, 128])
+    """
+    graph, whole, count = Graph.of(bridge), None, 0.0
+    for batch in prompts:
+        given = prompts_with(bridge, batch, {})
+        wrote = written(graph, bridge, given)
+        refuse_another_sum(bridge, wrote)
+        counted = _counted(given, wrote.parts)
+        here = (wrote.parts * counted).sum((1, 2), dtype=torch.float64)
+        whole, count = here if whole is None else whole + here, count + float(counted.sum())
+    if whole is None:
+        raise ValueError("there are no prompts to take the mean over")
+    return (whole / count).to(bridge.cfg.dtype)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -388,16 +501,18 @@ def effects_of_edges(
     metric: Metric,
     edges: Sequence[str] | None,
     verbose: bool,
+    ablation: str | Float[Tensor, "constant d_model"] = "resample",
+    reference: Prompts | None = None,
 ) -> Float[Tensor, "receiver sender"]:
     """What `edge_effects` returns as `EdgeScores`; 0 where an edge was not asked for.
 
     Args:
         graph: the graph of the bridge.
-        bridge, clean, corrupted, metric, edges, verbose: as there.
+        bridge, clean, corrupted, metric, edges, verbose, ablation, reference: as there.
     """
     wanted = graph.exists.nonzero().tolist() if edges is None else [list(graph.edge(edge)) for edge in edges]
-    one, other = written_in_both(graph, bridge, clean, corrupted)
-    change = other.parts - one.parts
+    one, other = ablated(graph, bridge, clean, corrupted, ablation, reference)
+    change = other - one.parts
     values = torch.zeros(graph.exists.shape, dtype=torch.float64)
     differs = [part.abs().amax((0, 2)).nonzero().flatten() for part in change]
     wanted = [(receiver, sender) for receiver, sender in wanted if len(differs[sender])]

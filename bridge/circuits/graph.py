@@ -470,8 +470,9 @@ def pairs_of(
     return one, other
 
 
-@torch.no_grad()
-def written(graph: Graph, bridge: TransformerBridge, prompts: Prompts, also: Sequence[str] = ()) -> SenderOutputs:
+def written(
+    graph: Graph, bridge: TransformerBridge, prompts: Prompts, also: Sequence[str] = (), gradients: bool = False
+) -> SenderOutputs:
     """Runs a model and takes apart what its senders write.
 
     Args:
@@ -479,6 +480,7 @@ def written(graph: Graph, bridge: TransformerBridge, prompts: Prompts, also: Seq
         bridge: the bridge.
         prompts: what runs.
         also: other hook points that are read in the same run.
+        gradients: whether they keep the graph that they were computed by.
 
     Example:
         >>> from bridge import TransformerBridge
@@ -494,7 +496,14 @@ def written(graph: Graph, bridge: TransformerBridge, prompts: Prompts, also: Seq
         names += names_of(graph, bridge, layer)
         if shape.heads:
             names.append(f"blocks.{layer}.hook_attn_out")
-    logits, cache = bridge.run_with_cache(prompts, names_filter=[*dict.fromkeys([*names, *also])])
+    with torch.set_grad_enabled(gradients):
+        logits, cache = bridge.run_with_cache(prompts, names_filter=[*dict.fromkeys([*names, *also])])
+        return _taken_apart(graph, bridge, logits, cache, also)
+
+
+def _taken_apart(
+    graph: Graph, bridge: TransformerBridge, logits: Tensor, cache: Mapping[str, Tensor], also: Sequence[str]
+) -> SenderOutputs:
     embed = cache["blocks.0.hook_resid_pre"]
     parts = embed.new_empty(len(graph.senders), *embed.shape)
     parts[0] = embed
@@ -506,7 +515,7 @@ def written(graph: Graph, bridge: TransformerBridge, prompts: Prompts, also: Seq
             attn_out[layer] = cache[f"blocks.{layer}.hook_attn_out"]
         if shape.mlp:
             parts[at + shape.heads] = cache[f"blocks.{layer}.hook_mlp_out"]
-    end = cache[f"blocks.{n - 1}.hook_resid_post"]
+    end = cache[f"blocks.{len(graph.layers) - 1}.hook_resid_post"]
     return SenderOutputs(parts, logits, attn_out, end, {name: cache[name] for name in also})
 
 

@@ -3,11 +3,20 @@
 from bridge.features.directions import Direction, direction, write_into_weights, written_points
 from bridge.features.features import evaluate_features, feature_attribution, feature_logit_attrs
 from bridge.features.graph import AttributionGraph, Node, ScoreTerms, attribution_graph, score_terms
-from bridge.features.interchange import RotationFit, fit_rotation, interchange
+from bridge.features.interchange import (
+    CoordinateMask,
+    InterchangeTable,
+    RotationFit,
+    fit_rotation,
+    interchange,
+    interchange_table,
+)
 
 __all__ = [
     "AttributionGraph",
+    "CoordinateMask",
     "Direction",
+    "InterchangeTable",
     "Node",
     "RotationFit",
     "ScoreTerms",
@@ -18,6 +27,7 @@ __all__ = [
     "feature_logit_attrs",
     "fit_rotation",
     "interchange",
+    "interchange_table",
     "score_terms",
     "write_into_weights",
     "written_points",

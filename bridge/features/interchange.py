@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import copy
+import importlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.parametrize import cached
 
-from adapters.views.basis import dense
+from adapters.views.basis import Basis, dense
 from bridge.analysis.analysis import refuse_training
-from bridge.bases.bases import Rotation
+from bridge.bases.bases import Directions, Rotation
 from bridge.bridge import TransformerBridge
-from bridge.hooks.arguments import refuse_wrong_types
+from bridge.hooks.arguments import check_choice, check_positive, refuse_wrong_types
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.rows import places_of
 from bridge.run.inputs import Prompts, prompts_with
@@ -185,32 +187,112 @@ def fit_rotation(
         torch.Size([128, 8])
     """
     one, other = (prompts_with(bridge, each, model_kwargs) for each in (base, source))
-    n, sources = len(one["input_ids"]), len(other["input_ids"])
-    if not sources == len(labels) == n:
-        raise ValueError(f"there are {n} base prompts, {sources} source prompts and {len(labels)} labels")
     refuse_training(bridge)
-    tested = round(n * held_out)
-    if not 0 < tested < n:
-        raise ValueError(f"of {n} pairs {tested} are held out: there must be some to train with, and some to test with")
-    search = _Alignment(one, other, labels, point, dimension, position, source_position, among)
     generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(n, generator=generator)
-    train, test = order[tested:], order[:tested]
+    train, test = _split(one, other, labels, held_out, generator)
+    search = _Alignment(one, other, labels, point, position, source_position, among)
 
     def fitted(model: TransformerBridge, wanted: Tensor) -> tuple[Rotation, list[float], float]:
-        rotation = search.new(model, torch.Generator().manual_seed(seed))
-        losses = search.train(model, rotation, wanted, train, steps, batch_size, lr, generator)
-        return rotation, losses, search.accuracy(model, rotation, wanted, test)
+        exchange = search.new(model, dimension, torch.Generator().manual_seed(seed))
+        losses = search.train(model, exchange, wanted, train, steps, batch_size, lr, generator)
+        return exchange.rotation, losses, search.accuracy(model, exchange, wanted, test)
 
     rotation, losses, accuracy = fitted(bridge, search.wanted)
     measured = {}
     if controls:
-        untrained = search.new(bridge, torch.Generator().manual_seed(seed + 1))
+        untrained = search.new(bridge, dimension, torch.Generator().manual_seed(seed + 1))
         measured["random subspace"] = search.accuracy(bridge, untrained, search.wanted, test)
-        mixed = search.wanted[torch.randperm(n, generator=generator).to(search.wanted.device)]
+        mixed = search.wanted[torch.randperm(len(labels), generator=generator).to(search.wanted.device)]
         measured["shuffled labels"] = fitted(bridge, mixed)[2]
         measured["random model"] = fitted(_with_weights_in_random_order(bridge, generator), search.wanted)[2]
     return RotationFit(rotation, accuracy, search.accuracy(bridge, None, search.wanted, test), measured, losses)
+
+
+def _split(
+    base: Mapping[str, Any], source: Mapping[str, Any], labels: Tensor, held_out: float, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Which pairs are trained with, and which tested.
+
+    Raises:
+        ValueError: numbers of rows that do not fit, or no pairs for one of both.
+    """
+    n, sources = len(base["input_ids"]), len(source["input_ids"])
+    if not sources == len(labels) == n:
+        raise ValueError(f"there are {n} base prompts, {sources} source prompts and {len(labels)} labels")
+    tested = round(n * held_out)
+    if not 0 < tested < n:
+        raise ValueError(f"of {n} pairs {tested} are held out: there must be some to train with, and some to test with")
+    order = torch.randperm(n, generator=generator)
+    return order[tested:], order[:tested]
+
+
+class _Along(nn.Module):
+    """Exchanges what lies in a subspace."""
+
+    def __init__(self, rotation: Rotation) -> None:
+        super().__init__()
+        self.rotation = rotation
+
+    def forward(self, here: Tensor, there: Tensor) -> Tensor:
+        return here + self.rotation.decode(self.rotation.encode(there) - self.rotation.encode(here))
+
+
+class _Whole(nn.Module):
+    """Exchanges all of an activation."""
+
+    def forward(self, here: Tensor, there: Tensor) -> Tensor:
+        return there
+
+
+#: How steep a mask is at the end of its training: the temperature falls from 1 to this.
+_COLDEST = 0.01
+
+
+class CoordinateMask(nn.Module):
+    """Exchanges some coordinates of a basis, which are trained: differential binary masking (De Cao et al. 2020).
+
+    In training a coordinate is exchanged by a share, the sigmoid of a number of its own over a temperature that falls;
+    in evaluation, wholly where that number is more than 0.
+
+    Args:
+        basis: with `encode` and `decode`; None: the activation's own coordinates.
+        size: how many coordinates there are.
+
+    Attributes:
+        given: the numbers, ``[coordinate]``.
+        temperature: what they are divided by.
+
+    Example:
+        >>> import torch
+        >>> from bridge.features import CoordinateMask
+        >>> mask = CoordinateMask(None, 3).eval()
+        >>> mask.given.data = torch.tensor([1.0, -1.0, 2.0])
+        >>> mask(torch.zeros(3), torch.ones(3))
+        tensor([1., 0., 1.])
+    """
+
+    def __init__(self, basis: Basis | None, size: int) -> None:
+        super().__init__()
+        self._basis = (basis,)  # in a tuple: its parameters are not trained
+        self.given, self.temperature = nn.Parameter(torch.full((size,), 0.1)), 1.0
+
+    @property
+    def chosen(self) -> Bool[Tensor, " coordinate"]:
+        """Which coordinates are exchanged."""
+        return self.given.detach() > 0
+
+    def forward(self, here: Float[Tensor, "... d"], there: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
+        """An activation with coordinates of another.
+
+        Args:
+            here: the activation.
+            there: the other one.
+        """
+        (basis,) = self._basis
+        old, new = (act if basis is None else dense(basis.encode(act)) for act in (here, there))
+        share = (self.given / self.temperature).sigmoid() if self.training else self.chosen
+        mixed = old + share.to(old) * (new - old)
+        return mixed if basis is None else here + basis.decode(mixed) - basis.decode(old)
 
 
 class _Alignment:
@@ -222,12 +304,11 @@ class _Alignment:
         source: dict[str, Any],
         labels: Tensor,
         point: str | HookPoint,
-        dimension: int,
         position: int,
         source_position: int | None,
         among: Tensor | None,
     ) -> None:
-        self.base, self.source, self.dimension, self.among = base, source, dimension, among
+        self.base, self.source, self.among = base, source, among
         shape, n = base["input_ids"].shape, len(labels)
         for name, value in base.items():
             if not isinstance(value, Tensor | list) or len(value) != n:
@@ -255,25 +336,32 @@ class _Alignment:
             self._sources[bridge] = _read(act, self.source_places)
         return self._sources[bridge]
 
-    def new(self, bridge: TransformerBridge, generator: torch.Generator) -> Rotation:
-        """A random subspace."""
-        rotation = Rotation(self.source_of(bridge).shape[-1], self.dimension, generator=generator)
-        return rotation.to(self.source_of(bridge))
+    def bases_of(self, bridge: TransformerBridge, rows: Tensor) -> Float[Tensor, "rows d"]:
+        """Some base prompts' activations."""
+        with torch.no_grad():
+            _, cache = bridge.run_with_cache(self.base, names_filter=self.name)
+        (act,) = cache.values()
+        return _read(act, self.places)[rows]
 
-    def answers(self, bridge: TransformerBridge, rotation: Rotation | None, rows: Tensor) -> Float[Tensor, "rows n"]:
-        """The logits at the last position after the interchange; without a rotation, without one."""
+    def new(self, bridge: TransformerBridge, dimension: int, generator: torch.Generator) -> _Along:
+        """A random subspace."""
+        rotation = Rotation(self.source_of(bridge).shape[-1], dimension, generator=generator)
+        return _Along(rotation.to(self.source_of(bridge)))
+
+    def answers(self, bridge: TransformerBridge, exchange: nn.Module | None, rows: Tensor) -> Float[Tensor, "rows n"]:
+        """The logits at the last position after the exchange of activations; without one, as they are."""
         chosen = rows.tolist()
         base: dict[str, Any] = {
             name: [value[row] for row in chosen] if isinstance(value, list) else value[chosen]
             for name, value in self.base.items()
         }
         hooks = []
-        if rotation is not None:
+        if exchange is not None:
             there, places = self.source_of(bridge)[chosen], self.places[chosen]
 
             def put(act: Tensor, hook: HookPoint) -> Tensor:
                 here = _read(act, places)
-                return _written(act, places, here + rotation.decode(rotation.encode(there) - rotation.encode(here)))
+                return _written(act, places, exchange(here, there))
 
             hooks = [(self.name, put)]
         logits = _read(bridge.run_with_hooks(base, fwd_hooks=hooks), self.last[chosen])
@@ -282,7 +370,7 @@ class _Alignment:
     def train(
         self,
         bridge: TransformerBridge,
-        rotation: Rotation,
+        exchange: nn.Module,
         wanted: Tensor,
         rows: Tensor,
         steps: int,
@@ -290,24 +378,26 @@ class _Alignment:
         lr: float,
         generator: torch.Generator,
     ) -> list[float]:
-        """Turns the rotation. Gives the losses."""
-        optimiser = torch.optim.Adam(rotation.parameters(), lr=lr)
+        """Trains how activations are exchanged. Gives the losses."""
+        optimiser = torch.optim.Adam(exchange.parameters(), lr=lr)
         losses = []
-        for _ in range(steps):
+        for step in range(steps):
+            if isinstance(exchange, CoordinateMask):
+                exchange.temperature = _COLDEST ** (step / max(1, steps - 1))
             some = rows[torch.randperm(len(rows), generator=generator)[:batch_size]]
             with torch.enable_grad(), cached():
-                loss = cross_entropy(self.answers(bridge, rotation, some).float(), wanted[some.to(wanted.device)])
-                gradients = torch.autograd.grad(loss, list(rotation.parameters()))
-            for parameter, gradient in zip(rotation.parameters(), gradients, strict=True):
+                loss = cross_entropy(self.answers(bridge, exchange, some).float(), wanted[some.to(wanted.device)])
+                gradients = torch.autograd.grad(loss, list(exchange.parameters()))
+            for parameter, gradient in zip(exchange.parameters(), gradients, strict=True):
                 parameter.grad = gradient
             optimiser.step()
             losses.append(loss.item())
         return losses
 
     @torch.no_grad()
-    def accuracy(self, bridge: TransformerBridge, rotation: Rotation | None, wanted: Tensor, rows: Tensor) -> float:
+    def accuracy(self, bridge: TransformerBridge, exchange: nn.Module | None, wanted: Tensor, rows: Tensor) -> float:
         """The share of pairs that answer as wanted."""
-        found = self.answers(bridge, rotation, rows).argmax(-1)
+        found = self.answers(bridge, exchange, rows).argmax(-1)
         return float((found == wanted[rows.to(wanted.device)]).float().mean())
 
 
@@ -319,3 +409,186 @@ def _with_weights_in_random_order(bridge: TransformerBridge, generator: torch.Ge
         order = torch.randperm(parameter.numel(), generator=generator).to(parameter.device)
         parameter.copy_(parameter.flatten()[order].view_as(parameter))
     return other
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Where a variable is: how well exchanges by several methods work, over layers and positions.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+#: By which methods activations are exchanged.
+EXCHANGES = ("full", "coordinates", "components", "subspace", "features")
+
+
+@dataclass(frozen=True, repr=False)
+class InterchangeTable:
+    """How often answers are the wanted ones after an exchange, by methods, hook points and positions.
+
+    Attributes:
+        methods, points, positions: what was exchanged how, and where.
+        accuracy: the share of held-out pairs, ``[method, point, position]``.
+        sizes: how many coordinates were exchanged, likewise.
+        before: the share without any exchange.
+    """
+
+    methods: tuple[str, ...]
+    points: tuple[str, ...]
+    positions: tuple[int, ...]
+    accuracy: Float[Tensor, "method point position"]
+    sizes: Int[Tensor, "method point position"]
+    before: float
+
+    def __repr__(self) -> str:
+        largest = self.accuracy.amax((1, 2)).tolist()
+        best = ", ".join(f"{name} {value:.2f}" for name, value in zip(self.methods, largest, strict=True))
+        return f"InterchangeTable(best: {best}; without {self.before:.2f})"
+
+    def best(self, method: str) -> tuple[str, int, float]:
+        """Where a method works best: the hook point, the position and the accuracy.
+
+        Args:
+            method: one of the table's.
+
+        Raises:
+            ValueError: another one.
+        """
+        check_choice("method", method, self.methods)
+        table = self.accuracy[self.methods.index(method)]
+        row, column = divmod(int(table.argmax()), table.shape[1])
+        return self.points[row], self.positions[column], float(table[row, column])
+
+    def draw(self, **options: Any) -> Any:
+        """A picture of the table, by `bridge.pictures.heat_map`: a panel for each method.
+
+        Args:
+            options: as `bridge.pictures.heat_map` takes them.
+
+        Raises:
+            ImportError: what pictures need is not installed.
+        """
+        rows = [name.removeprefix("blocks.").replace(".hook_", ".") for name in self.points]
+        given = {
+            "rows": rows, "columns": [str(position) for position in self.positions], "panels": list(self.methods),
+            "row_title": "hook point", "column_title": "position", "measure": "accuracy",
+            "title": "Interchange accuracy",
+        }  # fmt: skip
+        return importlib.import_module("bridge.pictures").heat_map(self.accuracy, **(given | options))
+
+
+@refuse_wrong_types
+def interchange_table(
+    bridge: TransformerBridge,
+    base: Prompts,
+    source: Prompts,
+    labels: Int[Tensor, " batch"],
+    points: Sequence[str],
+    positions: Sequence[int] = (-1,),
+    *,
+    methods: Sequence[str] = ("full", "coordinates", "components", "subspace"),
+    dimension: int = 16,
+    features: Mapping[str, Basis] | None = None,
+    among: Int[Tensor, " answers"] | None = None,
+    steps: int = 100,
+    batch_size: int = 32,
+    lr: float = 1e-2,
+    held_out: float = 0.25,
+    seed: int = 0,
+    **model_kwargs: Any,
+) -> InterchangeTable:
+    """Where a variable stands, and in what: how often answers are as wanted after exchanges, over points and positions.
+
+    The methods are those of the causal variables of the Mechanistic Interpretability Benchmark (Mueller et al. 2025):
+
+    - ``"full"``: the whole activation is exchanged.
+    - ``"coordinates"``: some of its own coordinates, by a trained mask (DBM).
+    - ``"components"``: some of its principal components, of base and source prompts, by a trained mask.
+    - ``"features"``: some features of a basis, such as an SAE's, by a trained mask.
+    - ``"subspace"``: a trained subspace (DAS, `fit_rotation`).
+
+    Args:
+        bridge, base, source, labels, among, batch_size, held_out, seed, model_kwargs: as for `fit_rotation`.
+        points: hook points of ``[batch, pos, d]``.
+        positions: among each row's tokens; activations are taken and put at the same.
+        methods: some of those above.
+        dimension: of the subspace.
+        features: for ``"features"``: the basis at each of the points.
+        steps, lr: of each search, by Adam; masks learn ten times as fast.
+
+    Raises:
+        ValueError: as `fit_rotation`; no point, position or method; a point without its basis.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.features import interchange_table
+        >>> from bridge.tasks import embedded_pairs
+        >>> bridge = TransformerBridge.boot_embedded()
+        >>> pairs = embedded_pairs(bridge, "ioi", 16)
+        >>> labels = bridge(pairs.corrupted)[:, -1].argmax(-1)
+        >>> points = [f"blocks.{layer}.hook_resid_post" for layer in (0, 3)]
+        >>> table = interchange_table(bridge, pairs.clean, pairs.corrupted, labels, points, methods=("full",))
+        >>> table.best("full")
+        ('blocks.3.hook_resid_post', -1, 1.0)
+        >>> table.draw()
+        Picture('Interchange accuracy')
+    """
+    refuse_training(bridge)
+    if not points or not positions or not methods:
+        raise ValueError("a table needs a point, a position and a method, or more")
+    for method in methods:
+        check_choice("method", method, EXCHANGES)
+    check_positive("dimension", dimension)
+    if "features" in methods and (without := sorted(set(points) - set(features or ()))):
+        raise ValueError(f"there are no features for {without[0]}: give the basis at each point")
+    one, other = (prompts_with(bridge, each, model_kwargs) for each in (base, source))
+    train, test = _split(one, other, labels, held_out, torch.Generator().manual_seed(seed))
+    accuracy = torch.zeros(len(methods), len(points), len(positions))
+    sizes, before = torch.zeros(accuracy.shape, dtype=torch.long), 0.0
+    for column, position in enumerate(positions):
+        for row, point in enumerate(points):
+            search = _Alignment(one, other, labels, point, position, None, among)
+            before = search.accuracy(bridge, None, search.wanted, test)
+            for at, method in enumerate(methods):
+                generator = torch.Generator().manual_seed(seed)
+                basis = None if features is None or method != "features" else features[point]
+                exchange = _exchange(search, bridge, method, dimension, basis, train, seed)
+                rate = 10 * lr if isinstance(exchange, CoordinateMask) else lr
+                if method != "full":
+                    search.train(bridge, exchange, search.wanted, train, steps, batch_size, rate, generator)
+                exchange.eval()
+                accuracy[at, row, column] = search.accuracy(bridge, exchange, search.wanted, test)
+                sizes[at, row, column] = _size(exchange, search.source_of(bridge).shape[-1])
+    return InterchangeTable(tuple(methods), tuple(points), tuple(positions), accuracy, sizes, before)
+
+
+def _exchange(
+    search: _Alignment,
+    bridge: TransformerBridge,
+    method: str,
+    dimension: int,
+    basis: Basis | None,
+    train: Tensor,
+    seed: int,
+) -> nn.Module:
+    """How activations are exchanged, before it is trained."""
+    there = search.source_of(bridge)
+    if method == "full":
+        return _Whole()
+    if method == "subspace":
+        return search.new(bridge, dimension, torch.Generator().manual_seed(seed))
+    size = there.shape[-1]
+    if method == "components":
+        acts = torch.cat([search.bases_of(bridge, train), there[train]]).float()
+        found = torch.linalg.svd(acts - acts.mean(0), full_matrices=False)
+        known = found.S[0] * 1e-5 < found.S
+        basis, size = Directions(found.Vh[known].T.contiguous(), orthonormal=True).to(there), int(known.sum())
+    elif method == "features":
+        assert basis is not None
+        size = basis.encode(there[:1]).shape[-1]
+    return CoordinateMask(basis, size).to(there.device)
+
+
+def _size(exchange: nn.Module, width: int) -> int:
+    """How many coordinates it exchanges."""
+    if isinstance(exchange, _Along):
+        return exchange.rotation.columns.shape[1]
+    return int(exchange.chosen.sum()) if isinstance(exchange, CoordinateMask) else width

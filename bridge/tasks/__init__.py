@@ -1,6 +1,17 @@
 """Tasks with known answers: pairs of prompts of one length, for patching and for circuits."""
 
-from bridge.tasks.compiled import Compiled, compiled
+from bridge.tasks.compiled import Compiled, KnownCircuit, compiled, trained
 from bridge.tasks.tasks import NumberPairs, Pairs, embedded_pairs, greater_than, induction, ioi
 
-__all__ = ["Compiled", "NumberPairs", "Pairs", "compiled", "embedded_pairs", "greater_than", "induction", "ioi"]
+__all__ = [
+    "Compiled",
+    "KnownCircuit",
+    "NumberPairs",
+    "Pairs",
+    "compiled",
+    "embedded_pairs",
+    "greater_than",
+    "induction",
+    "ioi",
+    "trained",
+]

@@ -1,7 +1,8 @@
-"""Programs that were compiled into weights: models whose circuits are known.
+"""Models whose circuits are known: programs compiled into weights, and models trained to compute them likewise.
 
 Lindner et al. 2023, "Tracr: Compiled Transformers as a Laboratory for Interpretability". The script
-``benchmarks/compile_programs.py`` makes the files in `programs`; nothing of the compiler is needed here.
+``benchmarks/compile_programs.py`` makes the files in `programs`; nothing of the compiler is needed here. Those in
+`programs/trained` are made by ``tools/train_known_circuits.py``.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -26,29 +28,29 @@ _FOLDER = Path(__file__).parent / "programs"
 PROGRAMS = ("frac_prevs", "reverse", "hist", "sort_unique", "either", "most")
 
 
+#: Those that `trained` has a model of.
+TRAINED = ("frac_prevs", "reverse", "either", "most")
+
+
 @dataclass(frozen=True, eq=False)
-class Compiled:
-    """A model that computes a program, by weights that were worked out and not trained, and its known circuit.
+class KnownCircuit:
+    """A model that computes a program, and its known circuit.
 
     Attributes:
-        bridge: the model: bidirectional, without norms; each coordinate of its stream is a value of a variable.
+        bridge: the model, which is bidirectional.
         clean, corrupted: pairs of prompts, ``[batch, pos]``.
         edges: the known circuit: the edges through which something goes that depends on the tokens, on a way to the
             output. By the names of `bridge.circuits.Graph`.
-        labels: what each coordinate of the stream is.
         outputs: what each of the logits is.
         vocabulary: the tokens' ids.
-        streams: the compiler's own stream after the last block, for the first clean prompts.
     """
 
     bridge: TransformerBridge
     clean: Int[Tensor, "batch pos"]
     corrupted: Int[Tensor, "batch pos"]
     edges: frozenset[str]
-    labels: tuple[str, ...]
     outputs: tuple[str, ...]
     vocabulary: dict[str, int]
-    streams: Float[Tensor, "rows pos d_model"]
 
     def metric(self) -> Metric:
         """How far the logits are on the way from the corrupted prompts' (0) to the clean ones' (1), over all."""
@@ -89,6 +91,21 @@ class Compiled:
         return area_under_rates(scores.values.abs().amax(0), self.circuit.mask.any(0))
 
 
+@dataclass(frozen=True, eq=False)
+class Compiled(KnownCircuit):
+    """A model that computes a program by weights that were worked out and not trained, and its known circuit.
+
+    It has no norms; each coordinate of its stream is a value of a variable.
+
+    Attributes:
+        labels: what each coordinate of the stream is.
+        streams: the compiler's own stream after the last block, for the first clean prompts.
+    """
+
+    labels: tuple[str, ...]
+    streams: Float[Tensor, "rows pos d_model"]
+
+
 def compiled(program: str) -> Compiled:
     """A model that a program was compiled into, with its known circuit.
 
@@ -108,23 +125,61 @@ def compiled(program: str) -> Compiled:
         >>> said == [words[int(i)] for i in task.clean[0, 1:]][::-1]
         True
     """
-    if program not in PROGRAMS:
-        raise ValueError(f"there is no program {program!r}; there are {', '.join(PROGRAMS)}")
-    with safe_open(_FOLDER / f"{program}.safetensors", framework="pt") as file:
-        header = file.metadata()
-        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dictionary
-    config = NativeConfig(
-        **json.loads(header["facts"]), act_fn="relu", normalization_type=None, attention_dir="bidirectional",
-        model_name=program, default_prepend_bos=False,
-    )  # fmt: skip
-    bridge = TransformerBridge.boot_native(config).eval()
+    header, found = _read(_FOLDER / f"{program}.safetensors", program, PROGRAMS)
+    facts = {"act_fn": "relu", "normalization_type": None, **json.loads(header["facts"])}
+    bridge = _model(program, facts)
     prompts, streams = found.pop("prompts"), found.pop("streams")
     with torch.no_grad():
         for name, getter in bridge.weights.getters.items():
             stored = getter()
             stored.copy_(found[name]) if name in found else stored.zero_()
+    clean, corrupted = prompts.chunk(2)
     return Compiled(
-        bridge, prompts[: len(prompts) // 2], prompts[len(prompts) // 2 :], frozenset(json.loads(header["edges"])),
-        tuple(json.loads(header["labels"])), tuple(json.loads(header["outputs"])), json.loads(header["vocabulary"]),
-        streams,
+        bridge, clean, corrupted, frozenset(json.loads(header["edges"])), tuple(json.loads(header["outputs"])),
+        json.loads(header["vocabulary"]), tuple(json.loads(header["labels"])), streams,
     )  # fmt: skip
+
+
+def trained(program: str) -> KnownCircuit:
+    """A model with norms and superposition that was trained to compute a program by a known circuit.
+
+    Four layers of width 64, four heads and an MLP in each. Strict interchange training (Gupta et al. 2024,
+    "InterpBench") gave some of its parts what the parts of the compiled model do: with edges of the circuit replaced it
+    answers as the compiled one does, whatever its other edges carry.
+
+    Args:
+        program: one of those of `compiled` that stand in `TRAINED`.
+
+    Raises:
+        ValueError: another program.
+
+    Example:
+        >>> from bridge.circuits import edge_attribution
+        >>> from bridge.tasks import trained
+        >>> task = trained("most")
+        >>> scores = edge_attribution(task.bridge, task.clean, task.corrupted, task.metric())
+        >>> len(task.edges), scores.auroc(task.circuit) > 0.99
+        (4, True)
+    """
+    header, found = _read(_FOLDER / "trained" / f"{program}.safetensors", program, TRAINED)
+    task, bridge = compiled(program), _model(program, json.loads(header["facts"]))
+    bridge.original_model.load_state_dict({name: tensor.float() for name, tensor in found.items()})
+    edges = frozenset(json.loads(header["edges"]))
+    return KnownCircuit(bridge, task.clean, task.corrupted, edges, task.outputs, task.vocabulary)
+
+
+def _read(file: Path, program: str, known: tuple[str, ...]) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """A file's facts and tensors.
+
+    Raises:
+        ValueError: there is no such program.
+    """
+    if program not in known:
+        raise ValueError(f"there is no program {program!r}; there are {', '.join(known)}")
+    with safe_open(file, framework="pt") as content:
+        return content.metadata(), {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
+
+
+def _model(program: str, facts: dict[str, Any]) -> TransformerBridge:
+    config = NativeConfig(**facts, attention_dir="bidirectional", model_name=program, default_prepend_bos=False)
+    return TransformerBridge.boot_native(config).eval()

@@ -15,7 +15,7 @@ class ByHand:
         self.model, self.graph = model, graph
         self.d_head = model.config.n_embd // model.config.n_head
 
-    def __call__(self, tokens, embed=None, replaced=None, other=None, bumps=None, outputs=None, inputs=None):
+    def __call__(self, tokens, embed=None, replaced=None, other=None, bumps=None, outputs=None, inputs=None, kept=None):
         """The logits.
 
         Args:
@@ -25,6 +25,7 @@ class ByHand:
             bumps: what is added to a receiver's input, by name.
             outputs: what senders write instead, by name.
             inputs: what receivers read instead, by name.
+            kept: of pairs, which coordinates stay where a pair carries what stands in `other`.
         """
         transformer = self.model.transformer
         places = torch.arange(tokens.shape[1])
@@ -34,7 +35,12 @@ class ByHand:
 
         def reads(receiver):
             parts = [
-                other[sender] if (receiver, sender) in (replaced or ()) else value for sender, value in wrote.items()
+                value
+                if (receiver, sender) not in (replaced or ())
+                else torch.where(kept[receiver, sender], value, other[sender])
+                if kept
+                else other[sender]
+                for sender, value in wrote.items()
             ]
             x = sum(parts) + biases
             if bumps and receiver in bumps:

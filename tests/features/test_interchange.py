@@ -5,7 +5,14 @@ import torch
 
 from bridge import TransformerBridge
 from bridge.bases import Directions, Rotation
-from bridge.features import feature_attribution, feature_logit_attrs, fit_rotation, interchange
+from bridge.features import (
+    CoordinateMask,
+    feature_attribution,
+    feature_logit_attrs,
+    fit_rotation,
+    interchange,
+    interchange_table,
+)
 from bridge.tasks import embedded_pairs
 from tests.bases.common import SAE
 
@@ -116,3 +123,56 @@ def test_features_and_the_rest_add_up_to_the_logits(bridge: TransformerBridge) -
     assert torch.allclose(parts.sum(0) + rest[0], whole, atol=1e-3)
     assert torch.allclose(one, parts[..., -1], atol=1e-5)
     assert parts.abs().max() > 1e-2
+
+
+def test_a_table_of_exchanges() -> None:
+    """What is whole is patching, a subspace is that of `fit_rotation`, masks exchange some coordinates."""
+    bridge = TransformerBridge.boot_embedded()
+    pairs = embedded_pairs(bridge, "ioi", 48)
+    with torch.no_grad():
+        labels = bridge(pairs.corrupted)[:, -1].argmax(-1)
+    points, among = ("blocks.0.hook_resid_post", "blocks.3.hook_resid_post"), labels.unique()
+    given = {"among": among, "steps": 40}
+    features = {point: Rotation(128, 128, generator=torch.Generator().manual_seed(1)) for point in points}
+    methods = ("full", "coordinates", "components", "features", "subspace")
+    table = interchange_table(
+        bridge, pairs.clean, pairs.corrupted, labels, points, (1, -1), methods=methods, dimension=32,
+        features=features, **given,
+    )  # fmt: skip
+    fit = fit_rotation(
+        bridge, pairs.clean, pairs.corrupted, labels, points[1], dimension=32, controls=False, **given
+    )  # fmt: skip
+    assert fit.accuracy > 0.8 and float(table.accuracy[4, 1, 1]) == pytest.approx(fit.accuracy, abs=0.17)  # 2 of 12
+    assert table.before == fit.before
+    tested = torch.randperm(48, generator=torch.Generator().manual_seed(0))[:12]
+    patched = interchange(bridge, pairs.clean[tested], pairs.corrupted[tested], points[1], position=1)
+    answers = among[patched[:, -1, among].argmax(-1)]
+    assert float(table.accuracy[0, 1, 0]) == pytest.approx(float((answers == labels[tested]).float().mean()))
+    assert table.best("full") == (points[1], -1, 1.0)  # all that the logits are made of
+    assert (table.accuracy[1:4, 1, 1] > 0.8).all() and table.before < 0.3, table
+    assert (table.accuracy[:, 1, 0] < 0.3).all()  # nothing at an early position reaches the answer from the last layer
+    assert table.sizes[0].eq(128).all() and table.sizes[4].eq(32).all() and (table.sizes[1:4] > 0).all()
+    assert (table.sizes[1:4] <= 128).all() and table.accuracy.shape == (5, 2, 2)
+    assert not any(p.grad is not None for p in [*bridge.original_model.parameters(), *features[points[0]].parameters()])
+    with pytest.raises(ValueError, match=r"there are no features for blocks\.0"):
+        interchange_table(bridge, pairs.clean, pairs.corrupted, labels, points, methods=("features",))
+    with pytest.raises(ValueError, match="method is 'all'"):
+        interchange_table(bridge, pairs.clean, pairs.corrupted, labels, points, methods=("all",))
+    with pytest.raises(ValueError, match="needs a point, a position and a method"):
+        interchange_table(bridge, pairs.clean, pairs.corrupted, labels, ())
+
+
+def test_masks_find_the_coordinates_that_matter() -> None:
+    """Of a basis in which the logits read three coordinates alone, those are exchanged and few others."""
+    mask = CoordinateMask(None, 4)
+    here, there = torch.zeros(4), torch.arange(1.0, 5.0)
+    mask.given.data = torch.tensor([-2.0, 0.0, 1.0, 3.0])
+    mask.temperature = 0.5
+    torch.testing.assert_close(mask(here, there), there * (mask.given.detach() / 0.5).sigmoid())
+    assert torch.equal(mask.eval()(here, there), torch.tensor([0.0, 0.0, 3.0, 4.0]))
+    turned = Rotation(4, 4, generator=torch.Generator().manual_seed(0))
+    mask = CoordinateMask(turned, 4).eval()
+    mask.given.data = torch.tensor([1.0, -1.0, -1.0, -1.0])
+    axis = turned.columns[:, 0].detach()
+    torch.testing.assert_close(mask(here, there).detach(), axis * (there @ axis))
+    assert [*mask.parameters()] == [mask.given]

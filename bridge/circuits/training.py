@@ -1,0 +1,110 @@
+"""A probability for each edge, trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from bridge.analysis.analysis import refuse_training
+from bridge.bridge import TransformerBridge
+from bridge.circuits.circuits import EdgeScores
+from bridge.circuits.edge_runs import ablated, run_with_edges_replaced
+from bridge.circuits.graph import Graph, Metric, kl_divergence, one_number, pairs_of
+from bridge.hooks.arguments import check_positive, refuse_wrong_types
+from bridge.run.inputs import Prompts
+
+
+@refuse_wrong_types
+def trained_edges(
+    bridge: TransformerBridge,
+    clean: Prompts,
+    corrupted: Prompts,
+    loss: Metric | None = None,
+    *,
+    penalty: float = 1e-3,
+    steps: int = 200,
+    rate: float = 0.1,
+    samples: int = 1,
+    ablation: str | Float[Tensor, "constant d_model"] = "resample",
+    reference: Prompts | None = None,
+    seed: int = 0,
+    **model_kwargs: Any,
+) -> EdgeScores:
+    """A probability for each edge that the circuit has it, trained by uniform gradient sampling.
+
+    Each prompt runs with a circuit of its own, in which an edge with probability p is there, or not, or, with
+    probability ``p (1 - p)``, partly there, by a share drawn evenly between 0 and 1. The loss's derivative by that
+    share is, on average, what having the edge changes; it moves the edge's logit (Li and Janson 2024, "Optimal Ablation
+    for Interpretability"). The loss grows by `penalty` for each edge.
+
+    Args:
+        bridge: the bridge, in evaluation mode.
+        clean, corrupted: pairs of prompts, ``[batch, pos]``, or what a processor gives.
+        loss: from logits ``[batch, pos, d_vocab]`` to one number that is to be small; None: the divergence from the
+            whole model's next tokens at the last position.
+        penalty: what an edge costs, in the loss's units.
+        steps, rate: of training, by Adam.
+        samples: how many circuits each prompt runs with in a step, all in one batch.
+        ablation, reference: what other edges carry, as for `Circuit.evaluate`.
+        seed: of what is drawn.
+        model_kwargs: what else the model takes with both prompts of a pair.
+
+    Returns:
+        The probabilities: unlike other scores they are never negative.
+
+    Raises:
+        ValueError: as `Circuit.evaluate`; training mode, no step or sample, a rate that is not positive, a penalty
+            below 0, a loss that is not finite.
+        RuntimeError: in inference mode, which makes no gradients.
+
+    Example:
+        >>> from bridge.circuits import trained_edges
+        >>> from bridge.tasks import compiled
+        >>> task = compiled("either")
+        >>> def loss(logits):
+        ...     return (logits - task.bridge(task.clean)).square().mean()
+        >>> scores = trained_edges(task.bridge, task.clean, task.corrupted, loss, penalty=0.01, steps=20)
+        >>> 0 <= float(scores.values.min()) <= float(scores.values.max()) <= 1
+        True
+    """
+    refuse_training(bridge)
+    for name, number in (("steps", steps), ("samples", samples)):
+        check_positive(name, number)
+    if rate <= 0 or penalty < 0:
+        raise ValueError(f"rate is {rate} and penalty {penalty}; the rate is more than 0, and the penalty not less")
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("trained_edges needs gradients: call it outside of torch.inference_mode()")
+    graph, (one, two) = Graph.of(bridge), pairs_of(bridge, clean, corrupted, model_kwargs)
+    wrote, other = ablated(graph, bridge, one, two, ablation, reference)
+    loss = loss or kl_divergence(wrote.logits)
+    numbers = torch.Generator().manual_seed(seed)
+    given = torch.ones(graph.n_edges, requires_grad=True)
+    optimizer, rows = torch.optim.Adam([given], lr=rate), len(one["input_ids"])
+    with torch.enable_grad():
+        for _ in range(steps):
+            probability = given.sigmoid()
+            drawn = torch.rand(samples, rows, graph.n_edges, generator=numbers)
+            replaced = torch.zeros(samples, rows, *graph.exists.shape)
+            replaced[:, :, graph.exists] = _absent(drawn, probability)
+            logits = run_with_edges_replaced(graph, bridge, one, other, replaced.to(other))
+            found = torch.stack([one_number(loss, some) for some in logits]).mean()
+            _refuse_not_finite(found)
+            (given.grad,) = torch.autograd.grad(found.cpu() + penalty * probability.sum(), [given])
+            optimizer.step()
+    values = torch.zeros(graph.exists.shape)
+    values[graph.exists] = given.detach().sigmoid()
+    return EdgeScores(graph, values)
+
+
+def _absent(drawn: Float[Tensor, "..."], probability: Float[Tensor, " edge"]) -> Float[Tensor, "..."]:
+    """How far edges are absent, by numbers drawn evenly between 0 and 1: none, all, or in a window partly."""
+    window = (probability * (1 - probability)).detach().clamp(min=torch.finfo(drawn.dtype).tiny)
+    return ((drawn - probability) / window + 0.5).clamp(0, 1)
+
+
+def _refuse_not_finite(loss: Tensor) -> None:
+    if not loss.isfinite():
+        raise ValueError(f"loss is {loss.item()}: it must be a finite number that can be small")
