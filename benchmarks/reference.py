@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -42,6 +43,8 @@ from tests.every_type.subject import Absent, Case, Subject
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
 PEERS = {"TransformerLens": "transformer-lens", "interp-engine": "interp-engine", "nnterp": "nnterp"}
 NEAR = 1e-4
+#: TransformerLens would install torchvision, with another torch, where a processor of images asks for it.
+_AS_IT_IS = {"PIP_NO_INDEX": "1", "UV_OFFLINE": "1"}
 #: Theirs for what enters a part, which has another name here where the norm is elsewhere.
 _INPUTS = ("attn_in", "mlp_in", "attentions_input", "mlps_input")
 #: Names of which each library says the same in words: what does not fit is wrong, whatever it is.
@@ -489,7 +492,7 @@ def main(given: Iterable[str] | None = None) -> None:
     found: dict[str, dict[str, Compared]] = {}
     for peer in OTHERS:
         command = [sys.executable, __file__, *asked.types, "--peer", peer]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | _AS_IT_IS)
         lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
         found[peer] = {model_type: _loaded(data) for model_type, data in lines}
         print(f"{peer}: {len(lines)} types", flush=True)
