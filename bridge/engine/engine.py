@@ -135,16 +135,20 @@ class Engine:
         told = {"rows": rows, "rank": rank, "points": placed}
         self._vllm = insides.started(name, str(dtype).removeprefix("torch."), told, options)
         self._places: dict[str, EnginePlace] = {}
-        for n, found in self._vllm.collective_rpc("bridge_places")[0].items():
-            if "refused" in found:
-                self.refused[n] = found["refused"]
-            else:
-                columns, shape = tuple(found["columns"]), tuple(placed[n]["shape"])
-                self._places[n] = EnginePlace(found["site"], found["width"], columns, shape)
-        if plain is not None:
-            proof = EngineProof(plain, [self._hooks[n] for n in self._places], self._places, dtype, rank)
-            proved = {"points": said, "found": self._tried(proof)}
-            _write(place, proved)
+        try:
+            for n, found in self._vllm.collective_rpc("bridge_places")[0].items():
+                if "refused" in found:
+                    self.refused[n] = found["refused"]
+                else:
+                    columns, shape = tuple(found["columns"]), tuple(placed[n]["shape"])
+                    self._places[n] = EnginePlace(found["site"], found["width"], columns, shape)
+            if plain is not None:
+                proof = EngineProof(plain, [self._hooks[n] for n in self._places], self._places, dtype, rank)
+                proved = {"points": said, "found": self._tried(proof)}
+                _write(place, proved)
+        except BaseException:
+            self.close()  # nobody else can: there is no engine yet
+            raise
         assert proved is not None
         self.refused |= {n: why for n, why in proved["found"].items() if why}
 
@@ -160,6 +164,20 @@ class Engine:
     def close(self) -> None:
         """Ends the engine's process."""
         insides.shut(self._vllm)
+
+    def weights(self) -> str:
+        """A hash of the weights that the engine has, as it has them."""
+        return "".join(self._vllm.collective_rpc("bridge_weights"))
+
+    @property
+    def longest(self) -> int:
+        """How many tokens a prompt may have."""
+        return insides.longest_of(self._vllm) - 1  # one is generated behind it
+
+    @property
+    def device(self) -> str:
+        """The kind of device that it computes on."""
+        return insides.device_of(self._vllm)
 
     def offered(self) -> list[str]:
         """The hook points that are here what they are in a run; of others, `refused` says why."""
@@ -223,6 +241,20 @@ class Engine:
             edit.check_prompt(len(row))
             asked.append(_Asked(index, row, max_new_tokens, edit, names))
         return self._answers(asked, stop_at_eos, **sampling)
+
+    def check(self, each: Sequence[HookSpec] = (), capture: Sequence[str] = ()) -> None:
+        """Refuses what a request cannot have; `generate` does so itself.
+
+        Args:
+            each: its interventions.
+            capture: the names of hook points.
+
+        Raises:
+            ValueError: a hook point that is not offered, or an operation that cannot be here.
+            TypeError: a function in the place of an operation.
+        """
+        self._check_offered(capture)
+        self._edit(each)
 
     def _check_offered(self, names: Sequence[str]) -> None:
         for name in names:

@@ -168,6 +168,16 @@ def repair(config: Any) -> None:
     model._keys_to_ignore_on_load_unexpected = [r"\.attn\.bias$", r"\.attn\.masked_bias$"]
 
 
+def device_of(llm: Any) -> str:
+    """The kind of device that an engine computes on."""
+    return str(llm.llm_engine.vllm_config.device_config.device_type)
+
+
+def longest_of(llm: Any) -> int:
+    """How many tokens a sequence of an engine may have."""
+    return int(llm.llm_engine.vllm_config.model_config.max_model_len)
+
+
 def shut(llm: Any) -> None:
     """Ends an engine's process."""
     llm.llm_engine.engine_core.shutdown()

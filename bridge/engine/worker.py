@@ -7,6 +7,7 @@ Before a pass the numbers are filled in from the requests that it holds; after i
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -173,6 +174,15 @@ class EnginePoints:
                 parts = self.captures.setdefault((span.ticket["number"], span.sample), {}).setdefault(name, [])
                 parts.append((span.first, kept))
 
+    def weights(self) -> str:
+        """A hash of all parameters, by name."""
+        total = hashlib.sha256()
+        for name, parameter in self.runner.model.named_parameters():
+            data = parameter.detach().contiguous().reshape(-1).cpu().view(torch.uint8)
+            total.update(f"{name} {parameter.dtype} {list(parameter.shape)}".encode())
+            total.update(memoryview(data.numpy()))
+        return total.hexdigest()
+
     def take(self, numbers: Sequence[int]) -> bytes:
         """What was captured of requests, as safetensors: ``number/sample/name -> [pos column]``, from the first on.
 
@@ -203,6 +213,10 @@ class BridgeWorker(insides.worker_class()):  # type: ignore[misc]
     def bridge_places(self) -> dict[str, dict[str, object]]:
         """Where each hook point is, or why it is not."""
         return self.bridge_points.places
+
+    def bridge_weights(self) -> str:
+        """See `EnginePoints.weights`."""
+        return self.bridge_points.weights()
 
     def bridge_edit(self, said: str, data: bytes) -> None:
         """See `EnginePoints.edit`."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -17,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from bridge import TransformerBridge
 from bridge.engine import Engine
 from bridge.engine import engine as of_engine
+from bridge.harvest import Activations, HarvestError, MixError, TopK, harvest
 from bridge.interventions import Add, AddScaled, Interventions, Operation, ProjectOnto, ProjectOut, Scale, Set, Zero
 
 pytestmark = [
@@ -284,6 +286,66 @@ def test_the_page_shows_what_happens(tmp_path: Path) -> None:
     offered, *lines = found.stdout.strip().splitlines()
     assert offered == "['blocks.1.hook_resid_post', 'blocks.3.attn.hook_z'] {}"
     assert len(lines) == 3 and lines[0].startswith(" Mary") and all("4, 32])" in line for line in lines)
+
+
+POST, Z = "blocks.1.hook_resid_post", "blocks.0.attn.hook_z"
+
+
+@pytest.mark.parametrize("more", [
+    {}, {"pack": False}, {"rows": "mean", "pack": False}, {"reduce": {POST: TopK(3)}},
+    {"interventions": [("blocks.0.hook_resid_mid", Add(torch.ones(D), positions=slice(2, 9)))]},
+])  # fmt: skip
+def test_a_harvest_has_the_rows_of_a_bridges(
+    engine: Engine, bridge: TransformerBridge, tmp_path: Path, more: dict[str, Any]
+) -> None:
+    """The same shards, with the same tokens, and values within the engine's rounding."""
+    options: dict[str, Any] = {
+        "hook_points": [POST, Z], "context_size": 30, "dtype": "float32", "tokens_per_shard": 200, **more
+    }  # fmt: skip
+    documents = prompts_of(random.Random(4), 16)
+    made = [harvest(model, documents, out=tmp_path / str(i), **options) for i, model in enumerate((engine, bridge))]
+    ours, theirs = (Activations(tmp_path / str(i)) for i in range(2))
+    assert made[0].shards == made[1].shards > 2 and len(ours) == len(theirs)
+    a, b = (found.read(range(len(found))) for found in (ours, theirs))
+    assert list(a) == list(b)
+    for name, wanted in b.items():
+        assert torch.allclose(a[name].double(), wanted.double(), atol=1e-4, rtol=1e-4), name
+
+
+def test_a_harvest_goes_on_with_its_own_engine_alone(engine: Engine, bridge: TransformerBridge, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"hook_points": [POST], "context_size": 30, "dtype": "float32", "tokens_per_shard": 100}
+    documents = prompts_of(random.Random(4), 8)
+    first = harvest(engine, documents, out=tmp_path / "a", **options)
+    before = Activations(tmp_path / "a").read(range(first.rows))[POST]
+    (tmp_path / "a" / "shard-000001.arrow").unlink()
+    assert harvest(engine, documents, out=tmp_path / "a", **options).made == 1
+    assert torch.allclose(Activations(tmp_path / "a").read(range(first.rows))[POST], before, atol=1e-4)
+    with pytest.raises(MixError, match="engine: it has 'vllm', given was None"):
+        harvest(bridge, documents, out=tmp_path / "a", **options)
+    function = [("blocks.0.hook_resid_mid", lambda x, hook: x)]
+    for wrong, error, match in (
+        ({"hook_points": ["blocks.0.attn.hook_pattern"]}, ValueError, "hook_pattern is not offered in this engine"),
+        ({"interventions": function}, TypeError, "an engine's pass holds no Python"),
+        ({"context_size": 128}, HarvestError, "has a context of 127 in this engine"),
+        ({"engine": "ray"}, HarvestError, "this model is in vLLM|needs Ray"),
+        ({"model_dtype": "float32"}, HarvestError, "start an engine with what it takes"),
+    ):
+        with pytest.raises(error, match=match):
+            harvest(engine, documents, out=tmp_path / "b", **{**options, **wrong})
+
+
+def test_an_engine_whose_proof_fails_leaves_no_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(of_engine.EngineProof):
+        def differences(self, answers: Any) -> dict[str, str]:
+            raise RuntimeError("no proof")
+
+    monkeypatch.setattr(of_engine, "EngineProof", Broken)
+    monkeypatch.setattr(of_engine.kept, "folder", lambda: None)
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    with pytest.raises(RuntimeError, match="no proof"):
+        Engine(folder, [POST], **OPTIONS)
+    left = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
+    assert not [process for process in psutil.wait_procs(left, timeout=20)[1] if "EngineCore" in process.name()]
 
 
 @pytest.mark.slow
