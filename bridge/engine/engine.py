@@ -42,6 +42,7 @@ from transformers.utils import CONFIG_NAME, cached_file
 
 from adapters import kept
 from adapters.sealed import sealed, unsealed
+from adapters.views import Call, Deferred
 from bridge.bridge import TransformerBridge
 from bridge.engine import insides
 from bridge.engine.proof import MOST_LIKELY, EngineProof, engine_point, widths_of
@@ -52,7 +53,13 @@ from bridge.hooks.arguments import check_positive
 from bridge.hooks.names import NamesFilter
 from bridge.interventions import Interventions
 from bridge.run.inputs import HookSpec
+from bridge.taps.attention_call import AttentionCall, DeferredAttention
 from bridge.version import __version__
+
+#: The keys of sites inside attention that are computed from queries and keys.
+_COMPUTED = ("scores", "pattern")
+#: Of what is kept of a proof: a number that changes with it.
+_FORM = 2
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ class EngineAnswer:
         text: the same as text; None where the model has no tokenizer.
         likely: for each new token, the log-probabilities that were asked for, by token.
         activations: what was captured, by canonical name, of every token that was processed (all but the last):
-            ``[pos ...]``.
+            ``[pos ...]``; scores and patterns ``[head pos key_pos]``, computed when they are asked for.
     """
 
     index: int
@@ -74,7 +81,7 @@ class EngineAnswer:
     tokens: Tensor
     text: str | None
     likely: list[dict[int, float]]
-    activations: dict[str, Tensor]
+    activations: EngineActivations
 
 
 class Engine:
@@ -132,18 +139,26 @@ class Engine:
             said = proved["points"]
         self.refused: dict[str, str] = {n: point for n, point in said.items() if isinstance(point, str)}
         placed = {n: point for n, point in said.items() if not isinstance(point, str)}
+        for n in [n for n, point in placed.items() if point["key"] in _COMPUTED]:
+            point = placed.pop(n)
+            placed |= {f"{n} {key}": {**point, "key": key} for key in "qk"}
         told = {"rows": rows, "rank": rank, "points": placed}
         self._vllm = insides.started(name, str(dtype).removeprefix("torch."), told, options)
         self._places: dict[str, EnginePlace] = {}
+        self._kernels: dict[str, Mapping[str, Any]] = {}
         try:
             for n, found in self._vllm.collective_rpc("bridge_places")[0].items():
+                computed = n.split(" ")[0]
                 if "refused" in found:
-                    self.refused[n] = found["refused"]
-                else:
-                    columns, shape = tuple(found["columns"]), tuple(placed[n]["shape"])
-                    self._places[n] = EnginePlace(found["site"], found["width"], columns, shape)
+                    self.refused[computed] = found["refused"]
+                    continue
+                columns, shape = tuple(found["columns"]), tuple(found["shape"])
+                self._places[n] = EnginePlace(found["site"], found["width"], columns, shape)
+                if computed != n:
+                    self._kernels[computed] = found["kernel"]
             if plain is not None:
-                proof = EngineProof(plain, [self._hooks[n] for n in self._places], self._places, dtype, rank)
+                there = [n for n in self._hooks if n in self._places or n in self._kernels]
+                proof = EngineProof(plain, [self._hooks[n] for n in there], self._places, dtype, rank)
                 proved = {"points": said, "found": self._tried(proof)}
                 _write(place, proved)
         except BaseException:
@@ -266,6 +281,11 @@ class Engine:
     def _edit(self, specs: Sequence[HookSpec]) -> EngineEdit:
         pairs = [(hook, fn) for names, fn in specs for hook in self.bridge.select_hooks(names)]
         self._check_offered([hook.name for hook, _ in pairs])
+        if computed := [hook.name for hook, _ in pairs if hook.name in self._kernels]:
+            raise ValueError(
+                f"{computed[0]} is computed from queries and keys when an engine is done, so it can be captured here "
+                "and not changed: use bridge.generate_batch"
+            )
         checked = Interventions([(hook.name, fn) for hook, fn in pairs], self.bridge)
         edit = lower([(hook, fn) for (hook, _), (_, fn) in zip(pairs, checked, strict=True)], self._places, self._rank)
         if any(len(site.codes) > self._rows for site in edit.sites):
@@ -288,7 +308,7 @@ class Engine:
                 self._vllm.collective_rpc("bridge_edit", args=packed(list(edits.values())))
                 for request in turn:
                     salt = {"cache_salt": request.edit.key} if request.edit.sites else {}
-                    ticket = {"number": request.index, "capture": list(request.capture)}
+                    ticket = {"number": request.index, "capture": self._kept_for(request.capture)}
                     ticket |= {"edit": request.edit.key} if salt else {}
                     params = insides.sampling(request.new, stop_at_eos, ticket, sampling)
                     waiting.append(str(request.index))
@@ -326,13 +346,52 @@ class Engine:
     def _made(self, request: _Asked, outputs: Sequence[Any], captured: Mapping[str, Tensor]) -> Iterator[EngineAnswer]:
         """The answers to one request."""
         for out in outputs:
-            seen = {}
-            for name in request.capture:
+            seen: dict[str, Tensor | Deferred] = {}
+            for name in self._kept_for(request.capture):
                 x = captured[f"{request.index}/{out.index}/{name}"][: len(request.prompt) + len(out.token_ids) - 1]
                 seen[name] = x.reshape(len(x), *self._places[name].shape)
+            seen = {name: seen[name] if name in seen else self._computed(name, seen) for name in request.capture}
             likely = [{token: float(found.logprob) for token, found in one.items()} for one in out.logprobs or ()]
             text = None if self.bridge.tokenizer is None else decode(self.bridge, out.token_ids)
-            yield EngineAnswer(request.index, out.index, torch.tensor(list(out.token_ids)), text, likely, seen)
+            yield EngineAnswer(
+                request.index, out.index, torch.tensor(list(out.token_ids)), text, likely, EngineActivations(seen)
+            )
+
+    def _kept_for(self, names: Sequence[str]) -> list[str]:
+        """What has to be captured, so that hook points are known."""
+        return [each for name in names for each in ([f"{name} q", f"{name} k"] if name in self._kernels else [name])]
+
+    def _computed(self, name: str, seen: Mapping[str, Any]) -> Deferred:
+        """Scores or a pattern, computed when they are asked for, as in a run."""
+        kernel, point = self._kernels[name], self._hooks[name].point
+        query, key = (seen[f"{name} {letter}"].float().transpose(0, 1)[None] for letter in "qk")
+        options = {"softcap": kernel["softcap"], "sliding_window": kernel["sliding_window"]}
+        attention = AttentionCall(
+            query, key, key, None, query.shape[1], scale=kernel["scale"], kernel=insides.ATTENTION, options=options
+        )
+        call = Call(torch.nn.Identity(), (), {})  # no view of these asks its module
+        return DeferredAttention(point.view, attention, str(point.site.key), call, attention.versions(), True)
+
+
+class EngineActivations(Mapping[str, Tensor]):
+    """What was captured of a request, by canonical name; scores and patterns are computed when they are asked for.
+
+    Args:
+        seen: activations ``[pos ...]``, and what computes ``[head pos key_pos]``.
+    """
+
+    def __init__(self, seen: Mapping[str, Tensor | Deferred]) -> None:
+        self._seen = seen
+
+    def __getitem__(self, name: str) -> Tensor:
+        found = self._seen[name]
+        return found.value(name)[0] if isinstance(found, Deferred) else found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._seen)
+
+    def __len__(self) -> int:
+        return len(self._seen)
 
 
 @dataclass(frozen=True)
@@ -366,7 +425,7 @@ def _place(name: str, asked: Sequence[object]) -> Path | None:
     folder = Path(name) if Path(name).is_dir() else Path(str(cached_file(name, CONFIG_NAME))).parent
     files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.iterdir())]
     of = [files, (folder / CONFIG_NAME).read_text(), __version__, insides.vllm_version(), transformers.__version__]
-    return where / f"engine-{kept.digest(json.dumps([*of, torch.__version__, *asked]))}.json"
+    return where / f"engine-{kept.digest(json.dumps([*of, torch.__version__, _FORM, *asked]))}.json"
 
 
 def _read(place: Path | None) -> dict[str, Any] | None:

@@ -12,6 +12,8 @@
 | ``cache_salt`` | keys and values behind an edit are shared by requests of that edit alone |
 | ``skip_reading_prefix_cache`` | a captured request is computed from its first token on |
 | block tables, ``kv_cache``, ``_zero_block_ids`` | what is no number stays with its request |
+| transformers' attention ``vllm`` | what queries and keys are as the kernel is given them: rotated |
+| an attention's ``attn`` | heads, scale, window and soft cap of that kernel, which a pattern is computed with |
 | ``model.fusers`` | which modules of the tree were made one: a projection is some columns of that |
 """
 
@@ -33,6 +35,8 @@ TRIED = ("0.32",)
 #: Options of vLLM that the hook points stand on, or that were not tried with them.
 _OURS = ("model_impl", "worker_cls", "additional_config", "skip_tokenizer_init", "dtype")
 _ALONE = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+#: The name of vLLM's attention in transformers.
+ATTENTION = "vllm"
 _NOT_TRIED = ("speculative_config", "enable_lora", "quantization", "kv_transfer_config", "decode_context_parallel_size")
 
 
@@ -275,6 +279,50 @@ def around_passes(runner: Any, begin: Callable[[], list[Span]], end: Callable[[S
         return out
 
     runner._model_forward = with_points
+
+
+def around_attention(module: nn.Module, key: str, seen: Callable[[Any], Any]) -> None:
+    """Shows the queries or the keys that an attention's kernel is given.
+
+    Args:
+        module: transformers' attention.
+        key: ``"q"`` or ``"k"``.
+        seen: makes of ``[1 token column]`` what the kernel is given in its place.
+    """
+    registered = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    kernel = registered[ATTENTION]
+    if not hasattr(kernel, "of_bridge"):
+
+        def watched(module: Any, query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
+            points = getattr(module, "_bridge_attention", {})
+            given = [query, key]
+            for at, name in enumerate("qk"):
+                if name in points:  # [1 head token column]
+                    x = given[at].transpose(1, 2)
+                    given[at] = points[name](x.flatten(2)).reshape(x.shape).transpose(1, 2)
+            return kernel(module, *given, *args, **kwargs)
+
+        watched.of_bridge = True  # type: ignore[attr-defined]
+        registered.register(ATTENTION, watched)
+    module.__dict__.setdefault("_bridge_attention", {})[key] = seen
+
+
+def kernel_of(module: nn.Module) -> dict[str, Any] | str:
+    """What an attention's kernel is, or why nothing can be computed of it.
+
+    Args:
+        module: transformers' attention.
+    """
+    kernel = getattr(module, "attn", None)
+    if kernel is None or not hasattr(kernel, "sliding_window"):
+        return "the engine's attention there is of another kind"
+    if getattr(kernel.impl, "alibi_slopes", None) is not None or kernel.has_sink:
+        return "the engine's attention there has slopes or sinks"
+    return {
+        "q": [kernel.num_heads, kernel.head_size], "k": [kernel.num_kv_heads, kernel.head_size],
+        "scale": kernel.impl.scale, "sliding_window": kernel.sliding_window,
+        "softcap": kernel.impl.logits_soft_cap or None,
+    }  # fmt: skip
 
 
 def is_compiled(runner: Any) -> bool:

@@ -8,6 +8,7 @@ Before a pass the numbers are filled in from the requests that it holds; after i
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,8 +29,8 @@ class EngineSite:
 
     Args:
         module: the module.
-        kind: ``"input"`` or ``"output"``.
-        key: the name of an input, or the place in a tuple; None: the first.
+        kind: ``"input"``, ``"output"``, or ``"attention"``: what its kernel is given.
+        key: the name of an input, or the place in a tuple; None: the first. Of a kernel, ``"q"`` or ``"k"``.
         through: an edit is written into the tensor itself, which others hold, too.
         width: how many columns the tensor has.
         room: the numbers of rows, directions, tokens.
@@ -51,8 +52,10 @@ class EngineSite:
             module.register_buffer(f"{self.tag}_{name}", table, persistent=False)
         if kind == "input":
             module.register_forward_pre_hook(self._before, with_kwargs=True)
-        else:
+        elif kind == "output":
             module.register_forward_hook(self._after)
+        else:
+            insides.around_attention(module, str(key), self._seen)
 
     def table(self, name: str) -> Tensor:
         """One of its buffers."""
@@ -112,14 +115,23 @@ class EnginePoints:
                 self.places[name] = {"refused": f"the engine's tree has no module {point['path']}"}
                 continue
             module, offset, wide = found
-            width = wide or point["width"]
+            if point["kind"] == "attention":
+                kernel = insides.kernel_of(module)
+                if isinstance(kernel, str):
+                    self.places[name] = {"refused": kernel}
+                    continue
+                width = math.prod(kernel[point["key"]])
+                point = {**point, "through": False, "columns": range(width), "shape": kernel[point["key"]]}
+            else:
+                kernel, width = None, wide or point["width"]
             at = (module, point["kind"], point["key"])
             if at not in known:
                 known[at] = len(self.sites)
                 self.sites.append(EngineSite(*at, point["through"], width, room, like))
             columns = [column + offset for column in point["columns"]]
             self.columns[name] = known[at], torch.tensor(columns, device=like.device)
-            self.places[name] = {"site": known[at], "width": width, "columns": columns}
+            place = {"site": known[at], "width": width, "columns": columns, "shape": point["shape"]}
+            self.places[name] = {**place, "kernel": kernel}
         insides.around_passes(runner, self._begin, self._end)
 
     def edit(self, said: str, data: bytes) -> None:

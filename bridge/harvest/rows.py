@@ -159,18 +159,19 @@ def run_engine(
     prompts = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
     names = [point.name for point in points]
     answers = engine.generate(prompts, 1, [interventions] * len(prompts), names, stop_at_eos=False)
-    for name in names:
-        take(name, padded([answer.activations.pop(name) for answer in answers]))
+    for point in points:
+        take(point.name, padded([answer.activations[point.name] for answer in answers], RowAxes.of(point).fill))
 
 
-def padded(parts: Sequence[Tensor]) -> Tensor:
-    """Tensors of one number of axes as one ``[part ...]``, zero where one is smaller than others.
+def padded(parts: Sequence[Tensor], fill: float) -> Tensor:
+    """Tensors of one number of axes as one ``[part ...]``.
 
     Args:
         parts: the tensors.
+        fill: what stands where one is smaller than others.
     """
     shape = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
-    whole = parts[0].new_zeros(len(parts), *shape)
+    whole = parts[0].new_full((len(parts), *shape), fill)
     for at, part in enumerate(parts):
         whole[at][tuple(slice(size) for size in part.shape)] = part
     return whole

@@ -36,7 +36,9 @@ POINTS = [
     "attn.hook_q",
     "attn.hook_k",
 ]
-POINTS += ["attn.hook_v", "attn.hook_z", "mlp.hook_pre", "mlp.hook_pre_linear", "mlp.hook_post"]
+POINTS += ["attn.hook_rot_q", "attn.hook_rot_k", "attn.hook_v", "attn.hook_z", "mlp.hook_pre", "mlp.hook_pre_linear", "mlp.hook_post"]
+#: Those that are computed from captured queries and keys.
+COMPUTED = ["attn.hook_attn_scores", "attn.hook_pattern"]
 #: Small, so that passes hold chunks of prompts, and requests that do not fit are preempted.
 OPTIONS: dict[str, Any] = {
     "enforce_eager": True, "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 48, "block_size": 32,
@@ -71,7 +73,7 @@ def bridge(folder: Path) -> TransformerBridge:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[Engine]:
-    made = Engine(folder, [*named(), "blocks.0.attn.hook_pattern"], rows=8, rank=4, **OPTIONS)
+    made = Engine(folder, [*named([*POINTS, *COMPUTED]), "blocks.0.attn.hook_result"], rows=8, rank=4, **OPTIONS)
     yield made
     made.close()
 
@@ -92,7 +94,7 @@ def operation_at(drawn: random.Random, point: str) -> Operation:
         where["heads"] = 0
     kinds = [Add(vector, 0.7, **where), Scale(0.3, **where), Set(vector, **where), Zero(**where)]
     if (
-        not head or "heads" in where or point.endswith(("hook_k", "hook_v"))
+        not head or "heads" in where or point.endswith(("hook_k", "rot_k", "hook_v"))
     ):  # as many directions as tables have room for
         kinds += [ProjectOut(vector, **where), ProjectOnto(vector, **where)]
     return drawn.choice(
@@ -129,14 +131,17 @@ def assert_alone(
         for name in capture:
             wanted = seen[name]
             assert answer.activations[name].shape == wanted.shape
-            assert (answer.activations[name] - wanted).abs().max() <= 1e-4 * wanted.abs().max().clamp_min(1), name
+            most = 1e-4 * max(1.0, float(wanted[wanted.isfinite()].abs().max()))
+            assert torch.allclose(answer.activations[name], wanted, rtol=0, atol=most), name
 
 
 def test_all_of_them_are_offered_and_the_others_are_refused_by_name(engine: Engine) -> None:
-    assert engine.offered() == [name for name in engine.bridge.hook_dict if name in named()]
-    assert set(engine.refused) == {"blocks.0.attn.hook_pattern"}
-    with pytest.raises(ValueError, match="hook_pattern is not offered in this engine: it is inside of"):
-        engine.generate([[5, 6]], 2, capture=["blocks.0.attn.hook_pattern"])
+    assert engine.offered() == [name for name in engine.bridge.hook_dict if name in named([*POINTS, *COMPUTED])]
+    assert set(engine.refused) == {"blocks.0.attn.hook_result"}
+    with pytest.raises(ValueError, match="hook_result is not offered in this engine: it is computed from"):
+        engine.generate([[5, 6]], 2, capture=["blocks.0.attn.hook_result"])
+    with pytest.raises(ValueError, match="hook_pattern is computed from queries and keys when an engine is done"):
+        engine.generate([[5, 6]], 2, [[("blocks.0.attn.hook_pattern", Scale(2.0))]])
     with pytest.raises(ValueError, match="not among the points that this engine was started with"):
         engine.generate([[5, 6]], 2, [[("hook_embed", Scale(2.0))]])
     with pytest.raises(ValueError, match="each has 1 sets of interventions, and there are 2 prompts"):
@@ -155,7 +160,7 @@ def test_random_batches_are_token_for_token_what_each_is_alone(
     drawn = random.Random(seed)
     prompts = prompts_of(drawn, drawn.randint(2, 20))
     each = [edits_of(drawn) for _ in prompts]
-    assert_alone(engine, bridge, prompts, each, 6, drawn.sample(named(), drawn.choice([0, 1, 2])))
+    assert_alone(engine, bridge, prompts, each, 6, drawn.sample(named([*POINTS, *COMPUTED]), drawn.choice([0, 1, 2])))
 
 
 @pytest.mark.slow
@@ -294,6 +299,7 @@ POST, Z = "blocks.1.hook_resid_post", "blocks.0.attn.hook_z"
 @pytest.mark.parametrize("more", [
     {}, {"pack": False}, {"rows": "mean", "pack": False}, {"reduce": {POST: TopK(3)}},
     {"interventions": [("blocks.0.hook_resid_mid", Add(torch.ones(D), positions=slice(2, 9)))]},
+    {"hook_points": [f"blocks.0.{name}" for name in COMPUTED], "pack": False},
 ])  # fmt: skip
 def test_a_harvest_has_the_rows_of_a_bridges(
     engine: Engine, bridge: TransformerBridge, tmp_path: Path, more: dict[str, Any]
@@ -324,7 +330,7 @@ def test_a_harvest_goes_on_with_its_own_engine_alone(engine: Engine, bridge: Tra
         harvest(bridge, documents, out=tmp_path / "a", **options)
     function = [("blocks.0.hook_resid_mid", lambda x, hook: x)]
     for wrong, error, match in (
-        ({"hook_points": ["blocks.0.attn.hook_pattern"]}, ValueError, "hook_pattern is not offered in this engine"),
+        ({"hook_points": ["blocks.0.attn.hook_result"]}, ValueError, "hook_result is not offered in this engine"),
         ({"interventions": function}, TypeError, "an engine's pass holds no Python"),
         ({"context_size": 128}, HarvestError, "has a context of 127 in this engine"),
         ({"engine": "ray"}, HarvestError, "this model is in vLLM|needs Ray"),
