@@ -43,10 +43,11 @@ from transformers.utils import CONFIG_NAME, cached_file
 from adapters import kept
 from adapters.sealed import sealed, unsealed
 from adapters.views import Call, Deferred
+from adapters.views.basis import InBasis, dense
 from bridge.bridge import TransformerBridge
 from bridge.engine import insides
 from bridge.engine.proof import MOST_LIKELY, EngineProof, engine_point, widths_of
-from bridge.engine.tables import EngineEdit, EnginePlace, lower, packed
+from bridge.engine.tables import EngineEdit, EnginePlace, base_of, lower, packed
 from bridge.generation.batch import prompts_of
 from bridge.generation.options import decode
 from bridge.hooks.arguments import check_positive
@@ -123,10 +124,10 @@ class Engine:
         name = fspath(model)
         config = AutoConfig.from_pretrained(name)
         with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(config)
+            dtype = dtype or config.get_text_config().dtype or torch.float32
+            skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype)
         self.bridge = TransformerBridge(skeleton, _tokenizer(name))
         self._hooks = {hook.name: hook for hook in self.bridge.select_hooks(points)}
-        dtype = dtype or config.get_text_config().dtype or torch.float32
         place = _place(name, [list(self._hooks), str(dtype), rank, {key: str(x) for key, x in options.items()}])
         proved, plain = _read(place), None
         if proved is None:
@@ -254,6 +255,7 @@ class Engine:
         for index, (row, specs) in enumerate(zip(rows, each or [None] * len(rows), strict=True)):
             edit = known[id(specs)] = known.get(id(specs)) or self._edit(specs or ())
             edit.check_prompt(len(row))
+            self._check_seen(specs or (), names)
             asked.append(_Asked(index, row, max_new_tokens, edit, names))
         return self._answers(asked, stop_at_eos, **sampling)
 
@@ -270,9 +272,25 @@ class Engine:
         """
         self._check_offered(capture)
         self._edit(each)
+        self._check_seen(each, capture)
+
+    def _check_seen(self, specs: Sequence[HookSpec], capture: Sequence[str]) -> None:
+        """Refuses to show an activation whose features are changed: there is one number, and a run has two."""
+        hooks = [hook for names, _ in specs for hook in self.bridge.select_hooks(names)]
+        changed = {base_of(hook): hook.name for hook in hooks if isinstance(hook.view, InBasis)}
+        for name in capture:
+            if (base := base_of(self.bridge.hook_dict[name])) in changed:
+                raise ValueError(
+                    f"{name} cannot be captured in an engine from a request that changes {changed[base]}: a run shows "
+                    f"{base} as it was before and features as they were set, and an engine's pass has what came of "
+                    "both. Capture it in a request without that change, or use bridge.generate_batch"
+                )
 
     def _check_offered(self, names: Sequence[str]) -> None:
-        for name in names:
+        for shown in names:
+            name = base_of(hook := self.bridge.hook_dict[shown])
+            if isinstance(hook.view, InBasis) and (hook.view.reads is not None or name in self._kernels):
+                raise ValueError(f"{shown} is no basis of what one hook point has, and is not offered in this engine")
             if name in self.refused:
                 raise ValueError(f"{name} is not offered in this engine: {self.refused[name]}")
             if name not in self._hooks:
@@ -350,7 +368,7 @@ class Engine:
             for name in self._kept_for(request.capture):
                 x = captured[f"{request.index}/{out.index}/{name}"][: len(request.prompt) + len(out.token_ids) - 1]
                 seen[name] = x.reshape(len(x), *self._places[name].shape)
-            seen = {name: seen[name] if name in seen else self._computed(name, seen) for name in request.capture}
+            seen = {name: self._shown(name, seen) for name in request.capture}
             likely = [{token: float(found.logprob) for token, found in one.items()} for one in out.logprobs or ()]
             text = None if self.bridge.tokenizer is None else decode(self.bridge, out.token_ids)
             yield EngineAnswer(
@@ -359,7 +377,18 @@ class Engine:
 
     def _kept_for(self, names: Sequence[str]) -> list[str]:
         """What has to be captured, so that hook points are known."""
-        return [each for name in names for each in ([f"{name} q", f"{name} k"] if name in self._kernels else [name])]
+        kept: list[str] = []
+        for name in names:
+            base = base_of(self.bridge.hook_dict[name])
+            kept += [f"{base} q", f"{base} k"] if base in self._kernels else [base]
+        return list(dict.fromkeys(kept))
+
+    def _shown(self, name: str, seen: Mapping[str, Any]) -> Tensor | Deferred:
+        """What a hook point shows of what was captured: itself, its features, or what is computed from it."""
+        hook = self.bridge.hook_dict[name]
+        if isinstance(hook.view, InBasis):
+            return FeaturesLater(hook.view, seen[base_of(hook)][None])
+        return self._computed(name, seen) if name in self._kernels else seen[name]
 
     def _computed(self, name: str, seen: Mapping[str, Any]) -> Deferred:
         """Scores or a pattern, computed when they are asked for, as in a run."""
@@ -371,6 +400,26 @@ class Engine:
         )
         call = Call(torch.nn.Identity(), (), {})  # no view of these asks its module
         return DeferredAttention(point.view, attention, str(point.site.key), call, attention.versions(), True)
+
+
+class FeaturesLater(Deferred):
+    """Features of an activation, computed when they are asked for.
+
+    Args:
+        view: their basis.
+        x: the activation ``[1 pos ...]``.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, view: InBasis, x: Tensor) -> None:
+        super().__init__(view, x, Call(torch.nn.Identity(), (), {}))
+
+    def value(self, name: str, rows: slice | Tensor | None = None) -> Tensor:
+        self.check(name)
+        assert isinstance(self.view, InBasis)
+        with torch.no_grad():
+            return dense(self.view.encode(self._at_site(rows)))
 
 
 class EngineActivations(Mapping[str, Tensor]):

@@ -22,7 +22,7 @@ from adapters.views.attention import HeadsFirst, MaskedScores
 from bridge.bridge import TransformerBridge
 from bridge.engine.tables import EnginePlace
 from bridge.hooks.hooks import HookPoint
-from bridge.interventions import Add, AddScaled, Interventions, Operation, ProjectOut, Scale, Set
+from bridge.interventions import Add, AddScaled, Cap, Interventions, Operation, ProjectOut, Scale, Set
 
 #: As what the arguments of attention, and what is computed from them, can be seen in an engine.
 _INSIDE: dict[str, tuple[type[View], ...]] = {
@@ -161,9 +161,11 @@ class EngineProof:
         shape, size = seen.shape[2:], float(seen.float().std().clamp_min(1e-3))
         draw = lambda: torch.randn(shape, generator=self.drawn)
         found: list[Operation] = [Scale(1 + draw() / 4), Add(draw() * size)]
+        capped = len(self.requests) % 2  # which of the two a point is tried with says nothing of the point
         if self.rank:
-            found.append(ProjectOut(torch.randn(shape[-1], generator=self.drawn), heads=0 if len(shape) > 1 else None))
-        if self.places[hook.name].whole and len(shape) == 1:
+            direction, heads = torch.randn(shape[-1], generator=self.drawn), 0 if len(shape) > 1 else None
+            found.append(Cap(direction, 0.0, heads=heads) if capped else ProjectOut(direction, heads=heads))
+        if self.places[hook.name].whole and len(shape) == 1 and not capped:
             found.insert(0, AddScaled(draw(), 0.5))
         return [*found, Set(draw() * size, positions=slice(1, 3))]
 

@@ -47,6 +47,7 @@ class EngineSite:
         tables = {"scale": like.new_ones(rows, width), "add": like.new_zeros(rows, width)}
         tables |= {"norm": like.new_zeros(rows, width), "kept": like.new_zeros(tokens, width)}
         tables |= {"out": like.new_zeros(rows, rank, width), "read": like.new_zeros(rows, rank, width)}
+        tables |= {"bias": like.new_zeros(rows, rank), "threshold": like.new_zeros(rows, rank)}
         tables["row"] = torch.zeros(tokens, dtype=torch.long, device=like.device)
         for name, table in tables.items():
             module.register_buffer(f"{self.tag}_{name}", table, persistent=False)
@@ -81,8 +82,9 @@ class EngineSite:
             row = self.table("row")[:tokens]
             long = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).to(x.dtype)
             new = x * self.table("scale")[row] + self.table("add")[row] + self.table("norm")[row] * long
-            along = (x.unsqueeze(-2) * self.table("read")[row]).sum(-1, keepdim=True)
-            new = new + (along * self.table("out")[row]).sum(-2)
+            along = (x.unsqueeze(-2) * self.table("read")[row]).sum(-1) + self.table("bias")[row]
+            along = torch.where(along > self.table("threshold")[row], along, 0.0)
+            new = new + (along.unsqueeze(-1) * self.table("out")[row]).sum(-2)
             new = torch.where((row > 0).unsqueeze(-1), new, x)  # bit by bit what it was, whatever it was
             x = x.copy_(new) if self.through else new
         if self.keeping:

@@ -20,6 +20,7 @@ from bridge.engine import Engine
 from bridge.engine import engine as of_engine
 from bridge.harvest import Activations, HarvestError, MixError, TopK, harvest
 from bridge.interventions import Add, AddScaled, Interventions, Operation, ProjectOnto, ProjectOut, Scale, Set, Zero
+from tests.engine.test_tables import SAE
 
 pytestmark = [
     pytest.mark.engine,
@@ -36,7 +37,15 @@ POINTS = [
     "attn.hook_q",
     "attn.hook_k",
 ]
-POINTS += ["attn.hook_rot_q", "attn.hook_rot_k", "attn.hook_v", "attn.hook_z", "mlp.hook_pre", "mlp.hook_pre_linear", "mlp.hook_post"]
+POINTS += [
+    "attn.hook_rot_q",
+    "attn.hook_rot_k",
+    "attn.hook_v",
+    "attn.hook_z",
+    "mlp.hook_pre",
+    "mlp.hook_pre_linear",
+    "mlp.hook_post",
+]
 #: Those that are computed from captured queries and keys.
 COMPUTED = ["attn.hook_attn_scores", "attn.hook_pattern"]
 #: Small, so that passes hold chunks of prompts, and requests that do not fit are preempted.
@@ -291,6 +300,32 @@ def test_the_page_shows_what_happens(tmp_path: Path) -> None:
     offered, *lines = found.stdout.strip().splitlines()
     assert offered == "['blocks.1.hook_resid_post', 'blocks.3.attn.hook_z'] {}"
     assert len(lines) == 3 and lines[0].startswith(" Mary") and all("4, 32])" in line for line in lines)
+
+
+def test_features_of_a_basis_are_seen_and_changed(engine: Engine, bridge: TransformerBridge) -> None:
+    """Requests with changes of features beside plain ones; what is decoded goes on as in a run."""
+    name = "blocks.0.hook_resid_post.sae"
+    for model in (engine.bridge, bridge):
+        model.add_basis("blocks.0.hook_resid_post", "sae", SAE("jump", D).requires_grad_(False))
+    drawn = random.Random(6)
+    prompts = prompts_of(drawn, 10)
+    changes = [Zero(features=[0, 3, 5]), Scale(-2.0, features=[8]), Add(4.0, features=[1, 2]), Set(3.0, features=[40])]
+    changes += [Zero(features=[7], part="generated"), Scale(3.0, features=[4, 5, 6, 7], positions=slice(1, 3))]
+    each = [Interventions([(name, change)], bridge) for change in changes] + [None] * 4
+    seen = ["blocks.1.hook_resid_post", "blocks.0.hook_mlp_out"]
+    assert_alone(engine, bridge, prompts, each, 5, seen)
+    add = Interventions([("blocks.0.hook_resid_post", Add(0.3))])
+    assert_alone(engine, bridge, prompts, [add, None] * 5, 5, [*seen, name, "blocks.0.hook_resid_post"])
+    for other in (name, "blocks.0.hook_resid_post"):
+        with pytest.raises(ValueError, match=f"{other} cannot be captured in an engine from a request that changes"):
+            engine.generate(prompts, 5, each, [other])
+    plain = engine.generate(prompts, 5, None, seen, stop_at_eos=False)
+    edited = engine.generate(prompts, 5, each, seen, stop_at_eos=False)
+    assert any(a.tokens.tolist() != b.tokens.tolist() for a, b in zip(plain, edited, strict=True))
+    with pytest.raises(ValueError, match=r"5 directions, and this engine has room for 4"):
+        engine.generate([[5, 6]], 1, [[(name, Zero(features=slice(0, 5)))]])
+    for model in (engine.bridge, bridge):
+        model.remove_basis(name)
 
 
 POST, Z = "blocks.1.hook_resid_post", "blocks.0.attn.hook_z"

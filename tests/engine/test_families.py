@@ -41,7 +41,15 @@ FAMILIES = {
     "MixtralConfig": {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
 }  # fmt: skip
 #: The points that every one of them has.
-EVERY = ["hook_resid_pre", "hook_resid_post", "hook_attn_out", "hook_mlp_out", "attn.hook_v", "attn.hook_z", "attn.hook_pattern"]
+EVERY = [
+    "hook_resid_pre",
+    "hook_resid_post",
+    "hook_attn_out",
+    "hook_mlp_out",
+    "attn.hook_v",
+    "attn.hook_z",
+    "attn.hook_pattern",
+]
 
 
 def saved(config: transformers.PretrainedConfig, folder: Path) -> torch.nn.Module:
