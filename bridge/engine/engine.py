@@ -143,8 +143,9 @@ class Engine:
         for n in [n for n, point in placed.items() if point["key"] in _COMPUTED]:
             point = placed.pop(n)
             placed |= {f"{n} {key}": {**point, "key": key} for key in "qk"}
-        told = {"rows": rows, "rank": rank, "points": placed}
-        self._vllm = insides.started(name, str(dtype).removeprefix("torch."), told, options)
+        #: The model, the type, and what the worker is told.
+        self.started_with = name, str(dtype).removeprefix("torch."), {"rows": rows, "rank": rank, "points": placed}
+        self._vllm = insides.started(*self.started_with, options)
         self._places: dict[str, EnginePlace] = {}
         self._kernels: dict[str, Mapping[str, Any]] = {}
         try:
@@ -171,7 +172,7 @@ class Engine:
     def _tried(self, proof: EngineProof) -> dict[str, str]:
         """What the engine says to the requests of a proof, compared."""
         asked = [
-            _Asked(i, request.prompt, request.new, self._edit(request.edits), request.capture)
+            _Asked(i, request.prompt, request.new, self.edit(request.edits), request.capture)
             for i, request in enumerate(proof.requests)
         ]
         answers = self._answers(asked, False, logprobs=MOST_LIKELY)
@@ -253,7 +254,7 @@ class Engine:
         self._check_offered(names)
         asked, known = [], dict[int, EngineEdit]()  # what several requests share is lowered once
         for index, (row, specs) in enumerate(zip(rows, each or [None] * len(rows), strict=True)):
-            edit = known[id(specs)] = known.get(id(specs)) or self._edit(specs or ())
+            edit = known[id(specs)] = known.get(id(specs)) or self.edit(specs or ())
             edit.check_prompt(len(row))
             self._check_seen(specs or (), names)
             asked.append(_Asked(index, row, max_new_tokens, edit, names))
@@ -271,7 +272,7 @@ class Engine:
             TypeError: a function in the place of an operation.
         """
         self._check_offered(capture)
-        self._edit(each)
+        self.edit(each)
         self._check_seen(each, capture)
 
     def _check_seen(self, specs: Sequence[HookSpec], capture: Sequence[str]) -> None:
@@ -296,7 +297,15 @@ class Engine:
             if name not in self._hooks:
                 raise ValueError(f"{name} is not among the points that this engine was started with: Engine(points=)")
 
-    def _edit(self, specs: Sequence[HookSpec]) -> EngineEdit:
+    def edit(self, specs: Sequence[HookSpec]) -> EngineEdit:
+        """Interventions as rows of tables.
+
+        Args:
+            specs: as `generate` takes them for one prompt.
+
+        Raises:
+            ValueError, TypeError: as there.
+        """
         pairs = [(hook, fn) for names, fn in specs for hook in self.bridge.select_hooks(names)]
         self._check_offered([hook.name for hook, _ in pairs])
         if computed := [hook.name for hook, _ in pairs if hook.name in self._kernels]:

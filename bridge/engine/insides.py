@@ -9,6 +9,7 @@
 | ``runner.model``, ``dtype``, ``max_num_tokens`` | what hook points are put into, and how large their tables are |
 | ``runner.input_batch``, ``query_start_loc``, ``requests`` | which tokens of a pass are whose, and where they stand |
 | ``SamplingParams.extra_args`` | a request says what is to be done with it; it goes along through preemption |
+| ``launchers.api_server.entry`` | the server's engine is made before its routes: its requests are seen in between |
 | ``cache_salt`` | keys and values behind an edit are shared by requests of that edit alone |
 | ``skip_reading_prefix_cache`` | a captured request is computed from its first token on |
 | block tables, ``kv_cache``, ``_zero_block_ids`` | what is no number stays with its request |
@@ -19,6 +20,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.metadata
 import os
@@ -100,6 +102,45 @@ def started(model: str, dtype: str, config: Mapping[str, object], options: Mappi
         additional_config={"bridge": dict(config)},
         **options,
     )
+
+
+def serve(
+    model: str, dtype: str, config: Mapping[str, object], where: Mapping[str, object], options: Mapping[str, Any],
+    around: Callable[[Any], None],
+) -> None:  # fmt: skip
+    """vLLM's OpenAI-compatible server with the worker of ours, until it is interrupted.
+
+    Args:
+        model, dtype, config, options: as for `started`.
+        where: the host and the port.
+        around: given the client of the engine, before there are requests.
+    """
+    parser = importlib.import_module("vllm.utils.argparse_utils").FlexibleArgumentParser()
+    entry = importlib.import_module("vllm.entrypoints.launchers.api_server.entry")
+    launcher = importlib.import_module("vllm.entrypoints.launchers.launcher")
+    args = importlib.import_module("vllm.entrypoints.launchers.cli_args").make_arg_parser(parser).parse_args([])
+    ours = {
+        "model": model, "served_model_name": [model], "dtype": dtype, "model_impl": "transformers",
+        "worker_cls": "bridge.engine.worker.BridgeWorker", "additional_config": {"bridge": dict(config)},
+        "middleware": ["bridge.engine.serving.refuse_beams"],
+    }  # fmt: skip
+    for name, value in {**ours, **where, **options}.items():
+        setattr(args, name, value)
+
+    async def run() -> None:
+        listens, sock = launcher.setup_server(args, reuse_port=False)
+        async with entry.build_async_engine_client(args) as client:
+            around(client)
+            ended = await entry.build_and_serve(client, listens, sock, args)
+            await ended
+        sock.close()
+
+    asyncio.run(run())
+
+
+def json_response(said: object, code: int) -> Any:
+    """An answer of the server."""
+    return importlib.import_module("fastapi.responses").JSONResponse(said, status_code=code)
 
 
 def sampling(new: int, ended: bool, ticket: Mapping[str, object], more: Mapping[str, Any]) -> Any:

@@ -163,7 +163,8 @@ class EnginePoints:
         total = spans[-1].end if spans else 0
         rows: dict[int, Tensor] = {}
         for span in spans:
-            for at, lookup in self.edits[span.ticket["edit"]] if span.ticket.get("edit") else ():
+            # A server may have put others into the tables since: then this pass of it is nobody's any more.
+            for at, lookup in self.edits.get(span.ticket.get("edit", ""), ()):
                 row = rows.setdefault(at.site, torch.zeros(total, dtype=torch.long))
                 length, code = span.end - span.begin, 0
                 for place, choice in enumerate(at.choices):
