@@ -332,9 +332,9 @@ def around_attention(module: nn.Module, key: str, seen: Callable[[Any], Any]) ->
     """
     registered = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
     kernel = registered[ATTENTION]
-    if not hasattr(kernel, "of_bridge"):
+    if kernel.__name__ != "shown_to_bridge":  # once in a process
 
-        def watched(module: Any, query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
+        def shown_to_bridge(module: Any, query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
             points = getattr(module, "_bridge_attention", {})
             given = [query, key]
             for at, name in enumerate("qk"):
@@ -343,8 +343,7 @@ def around_attention(module: nn.Module, key: str, seen: Callable[[Any], Any]) ->
                     given[at] = points[name](x.flatten(2)).reshape(x.shape).transpose(1, 2)
             return kernel(module, *given, *args, **kwargs)
 
-        watched.of_bridge = True  # type: ignore[attr-defined]
-        registered.register(ATTENTION, watched)
+        registered.register(ATTENTION, shown_to_bridge)
     module.__dict__.setdefault("_bridge_attention", {})[key] = seen
 
 
