@@ -43,7 +43,7 @@ MAY_USE = {
     },
     "bridge.engine": {
         "adapters", "bridge.bridge", "bridge.hooks", "bridge.interventions", "bridge.generation", "bridge.run",
-        "bridge.version",
+        "bridge.bases", "bridge.taps", "bridge.version",
     },
     "bridge.native": {"adapters", "bridge.hooks"},
     "bridge.embedded": set(),

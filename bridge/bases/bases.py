@@ -278,10 +278,11 @@ def _check_tensors(full: str, basis: Basis, cfg: ModelConfig) -> None:
     Raises:
         ValueError: one is.
     """
+    own = torch.device(cfg.device).type
     for module in modules_of(basis):
         for tensor in (*module.parameters(), *module.buffers()):
             wrong_type = tensor.is_floating_point() and tensor.dtype != cfg.dtype
-            if wrong_type or tensor.device.type != torch.device(cfg.device).type:
+            if wrong_type or tensor.device.type != own != "meta":  # a model without weights is nowhere
                 raise ValueError(
                     f"{full}: the basis holds {tensor.dtype} on {tensor.device}, and the model is {cfg.dtype} on "
                     f"{cfg.device}. Move the basis (.to), or give functions that convert: encode=..., decode=..."

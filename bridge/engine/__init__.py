@@ -7,6 +7,7 @@ from adapters.imports import lazily
 if TYPE_CHECKING:
     from bridge.engine.engine import Engine as Engine
     from bridge.engine.engine import EngineAnswer as EngineAnswer
+    from bridge.engine.serving import serve as serve
 
-__all__ = ["Engine", "EngineAnswer"]
-__getattr__, __dir__ = lazily(__name__, Engine="engine", EngineAnswer="engine")
+__all__ = ["Engine", "EngineAnswer", "serve"]
+__getattr__, __dir__ = lazily(__name__, Engine="engine", EngineAnswer="engine", serve="serving")

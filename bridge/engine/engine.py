@@ -42,17 +42,25 @@ from transformers.utils import CONFIG_NAME, cached_file
 
 from adapters import kept
 from adapters.sealed import sealed, unsealed
+from adapters.views import Call, Deferred
+from adapters.views.basis import InBasis, dense
 from bridge.bridge import TransformerBridge
 from bridge.engine import insides
 from bridge.engine.proof import MOST_LIKELY, EngineProof, engine_point, widths_of
-from bridge.engine.tables import EngineEdit, EnginePlace, lower, packed
+from bridge.engine.tables import EngineEdit, EnginePlace, base_of, lower, packed
 from bridge.generation.batch import prompts_of
 from bridge.generation.options import decode
 from bridge.hooks.arguments import check_positive
 from bridge.hooks.names import NamesFilter
 from bridge.interventions import Interventions
 from bridge.run.inputs import HookSpec
+from bridge.taps.attention_call import AttentionCall, DeferredAttention
 from bridge.version import __version__
+
+#: The keys of sites inside attention that are computed from queries and keys.
+_COMPUTED = ("scores", "pattern")
+#: Of what is kept of a proof: a number that changes with it.
+_FORM = 2
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,7 @@ class EngineAnswer:
         text: the same as text; None where the model has no tokenizer.
         likely: for each new token, the log-probabilities that were asked for, by token.
         activations: what was captured, by canonical name, of every token that was processed (all but the last):
-            ``[pos ...]``.
+            ``[pos ...]``; scores and patterns ``[head pos key_pos]``, computed when they are asked for.
     """
 
     index: int
@@ -74,7 +82,7 @@ class EngineAnswer:
     tokens: Tensor
     text: str | None
     likely: list[dict[int, float]]
-    activations: dict[str, Tensor]
+    activations: EngineActivations
 
 
 class Engine:
@@ -116,10 +124,10 @@ class Engine:
         name = fspath(model)
         config = AutoConfig.from_pretrained(name)
         with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(config)
+            dtype = dtype or config.get_text_config().dtype or torch.float32
+            skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype)
         self.bridge = TransformerBridge(skeleton, _tokenizer(name))
         self._hooks = {hook.name: hook for hook in self.bridge.select_hooks(points)}
-        dtype = dtype or config.get_text_config().dtype or torch.float32
         place = _place(name, [list(self._hooks), str(dtype), rank, {key: str(x) for key, x in options.items()}])
         proved, plain = _read(place), None
         if proved is None:
@@ -132,26 +140,39 @@ class Engine:
             said = proved["points"]
         self.refused: dict[str, str] = {n: point for n, point in said.items() if isinstance(point, str)}
         placed = {n: point for n, point in said.items() if not isinstance(point, str)}
-        told = {"rows": rows, "rank": rank, "points": placed}
-        self._vllm = insides.started(name, str(dtype).removeprefix("torch."), told, options)
+        for n in [n for n, point in placed.items() if point["key"] in _COMPUTED]:
+            point = placed.pop(n)
+            placed |= {f"{n} {key}": {**point, "key": key} for key in "qk"}
+        #: The model, the type, and what the worker is told.
+        self.started_with = name, str(dtype).removeprefix("torch."), {"rows": rows, "rank": rank, "points": placed}
+        self._vllm = insides.started(*self.started_with, options)
         self._places: dict[str, EnginePlace] = {}
-        for n, found in self._vllm.collective_rpc("bridge_places")[0].items():
-            if "refused" in found:
-                self.refused[n] = found["refused"]
-            else:
-                columns, shape = tuple(found["columns"]), tuple(placed[n]["shape"])
+        self._kernels: dict[str, Mapping[str, Any]] = {}
+        try:
+            for n, found in self._vllm.collective_rpc("bridge_places")[0].items():
+                computed = n.split(" ")[0]
+                if "refused" in found:
+                    self.refused[computed] = found["refused"]
+                    continue
+                columns, shape = tuple(found["columns"]), tuple(found["shape"])
                 self._places[n] = EnginePlace(found["site"], found["width"], columns, shape)
-        if plain is not None:
-            proof = EngineProof(plain, [self._hooks[n] for n in self._places], self._places, dtype, rank)
-            proved = {"points": said, "found": self._tried(proof)}
-            _write(place, proved)
+                if computed != n:
+                    self._kernels[computed] = found["kernel"]
+            if plain is not None:
+                there = [n for n in self._hooks if n in self._places or n in self._kernels]
+                proof = EngineProof(plain, [self._hooks[n] for n in there], self._places, dtype, rank)
+                proved = {"points": said, "found": self._tried(proof)}
+                _write(place, proved)
+        except BaseException:
+            self.close()  # nobody else can: there is no engine yet
+            raise
         assert proved is not None
         self.refused |= {n: why for n, why in proved["found"].items() if why}
 
     def _tried(self, proof: EngineProof) -> dict[str, str]:
         """What the engine says to the requests of a proof, compared."""
         asked = [
-            _Asked(i, request.prompt, request.new, self._edit(request.edits), request.capture)
+            _Asked(i, request.prompt, request.new, self.edit(request.edits), request.capture)
             for i, request in enumerate(proof.requests)
         ]
         answers = self._answers(asked, False, logprobs=MOST_LIKELY)
@@ -160,6 +181,20 @@ class Engine:
     def close(self) -> None:
         """Ends the engine's process."""
         insides.shut(self._vllm)
+
+    def weights(self) -> str:
+        """A hash of the weights that the engine has, as it has them."""
+        return "".join(self._vllm.collective_rpc("bridge_weights"))
+
+    @property
+    def longest(self) -> int:
+        """How many tokens a prompt may have."""
+        return insides.longest_of(self._vllm) - 1  # one is generated behind it
+
+    @property
+    def device(self) -> str:
+        """The kind of device that it computes on."""
+        return insides.device_of(self._vllm)
 
     def offered(self) -> list[str]:
         """The hook points that are here what they are in a run; of others, `refused` says why."""
@@ -219,21 +254,65 @@ class Engine:
         self._check_offered(names)
         asked, known = [], dict[int, EngineEdit]()  # what several requests share is lowered once
         for index, (row, specs) in enumerate(zip(rows, each or [None] * len(rows), strict=True)):
-            edit = known[id(specs)] = known.get(id(specs)) or self._edit(specs or ())
+            edit = known[id(specs)] = known.get(id(specs)) or self.edit(specs or ())
             edit.check_prompt(len(row))
+            self._check_seen(specs or (), names)
             asked.append(_Asked(index, row, max_new_tokens, edit, names))
         return self._answers(asked, stop_at_eos, **sampling)
 
+    def check(self, each: Sequence[HookSpec] = (), capture: Sequence[str] = ()) -> None:
+        """Refuses what a request cannot have; `generate` does so itself.
+
+        Args:
+            each: its interventions.
+            capture: the names of hook points.
+
+        Raises:
+            ValueError: a hook point that is not offered, or an operation that cannot be here.
+            TypeError: a function in the place of an operation.
+        """
+        self._check_offered(capture)
+        self.edit(each)
+        self._check_seen(each, capture)
+
+    def _check_seen(self, specs: Sequence[HookSpec], capture: Sequence[str]) -> None:
+        """Refuses to show an activation whose features are changed: there is one number, and a run has two."""
+        hooks = [hook for names, _ in specs for hook in self.bridge.select_hooks(names)]
+        changed = {base_of(hook): hook.name for hook in hooks if isinstance(hook.view, InBasis)}
+        for name in capture:
+            if (base := base_of(self.bridge.hook_dict[name])) in changed:
+                raise ValueError(
+                    f"{name} cannot be captured in an engine from a request that changes {changed[base]}: a run shows "
+                    f"{base} as it was before and features as they were set, and an engine's pass has what came of "
+                    "both. Capture it in a request without that change, or use bridge.generate_batch"
+                )
+
     def _check_offered(self, names: Sequence[str]) -> None:
-        for name in names:
+        for shown in names:
+            name = base_of(hook := self.bridge.hook_dict[shown])
+            if isinstance(hook.view, InBasis) and (hook.view.reads is not None or name in self._kernels):
+                raise ValueError(f"{shown} is no basis of what one hook point has, and is not offered in this engine")
             if name in self.refused:
                 raise ValueError(f"{name} is not offered in this engine: {self.refused[name]}")
             if name not in self._hooks:
                 raise ValueError(f"{name} is not among the points that this engine was started with: Engine(points=)")
 
-    def _edit(self, specs: Sequence[HookSpec]) -> EngineEdit:
+    def edit(self, specs: Sequence[HookSpec]) -> EngineEdit:
+        """Interventions as rows of tables.
+
+        Args:
+            specs: as `generate` takes them for one prompt.
+
+        Raises:
+            ValueError, TypeError: as there.
+        """
         pairs = [(hook, fn) for names, fn in specs for hook in self.bridge.select_hooks(names)]
         self._check_offered([hook.name for hook, _ in pairs])
+        if computed := [hook.name for hook, _ in pairs if hook.name in self._kernels]:
+            raise ValueError(
+                f"{computed[0]} is computed from queries and keys when an engine is done, so it can be captured here "
+                "and not changed: use bridge.generate_batch"
+            )
         checked = Interventions([(hook.name, fn) for hook, fn in pairs], self.bridge)
         edit = lower([(hook, fn) for (hook, _), (_, fn) in zip(pairs, checked, strict=True)], self._places, self._rank)
         if any(len(site.codes) > self._rows for site in edit.sites):
@@ -256,7 +335,7 @@ class Engine:
                 self._vllm.collective_rpc("bridge_edit", args=packed(list(edits.values())))
                 for request in turn:
                     salt = {"cache_salt": request.edit.key} if request.edit.sites else {}
-                    ticket = {"number": request.index, "capture": list(request.capture)}
+                    ticket = {"number": request.index, "capture": self._kept_for(request.capture)}
                     ticket |= {"edit": request.edit.key} if salt else {}
                     params = insides.sampling(request.new, stop_at_eos, ticket, sampling)
                     waiting.append(str(request.index))
@@ -294,13 +373,83 @@ class Engine:
     def _made(self, request: _Asked, outputs: Sequence[Any], captured: Mapping[str, Tensor]) -> Iterator[EngineAnswer]:
         """The answers to one request."""
         for out in outputs:
-            seen = {}
-            for name in request.capture:
+            seen: dict[str, Tensor | Deferred] = {}
+            for name in self._kept_for(request.capture):
                 x = captured[f"{request.index}/{out.index}/{name}"][: len(request.prompt) + len(out.token_ids) - 1]
                 seen[name] = x.reshape(len(x), *self._places[name].shape)
+            seen = {name: self._shown(name, seen) for name in request.capture}
             likely = [{token: float(found.logprob) for token, found in one.items()} for one in out.logprobs or ()]
             text = None if self.bridge.tokenizer is None else decode(self.bridge, out.token_ids)
-            yield EngineAnswer(request.index, out.index, torch.tensor(list(out.token_ids)), text, likely, seen)
+            yield EngineAnswer(
+                request.index, out.index, torch.tensor(list(out.token_ids)), text, likely, EngineActivations(seen)
+            )
+
+    def _kept_for(self, names: Sequence[str]) -> list[str]:
+        """What has to be captured, so that hook points are known."""
+        kept: list[str] = []
+        for name in names:
+            base = base_of(self.bridge.hook_dict[name])
+            kept += [f"{base} q", f"{base} k"] if base in self._kernels else [base]
+        return list(dict.fromkeys(kept))
+
+    def _shown(self, name: str, seen: Mapping[str, Any]) -> Tensor | Deferred:
+        """What a hook point shows of what was captured: itself, its features, or what is computed from it."""
+        hook = self.bridge.hook_dict[name]
+        if isinstance(hook.view, InBasis):
+            return FeaturesLater(hook.view, seen[base_of(hook)][None])
+        return self._computed(name, seen) if name in self._kernels else seen[name]
+
+    def _computed(self, name: str, seen: Mapping[str, Any]) -> Deferred:
+        """Scores or a pattern, computed when they are asked for, as in a run."""
+        kernel, point = self._kernels[name], self._hooks[name].point
+        query, key = (seen[f"{name} {letter}"].float().transpose(0, 1)[None] for letter in "qk")
+        options = {"softcap": kernel["softcap"], "sliding_window": kernel["sliding_window"]}
+        attention = AttentionCall(
+            query, key, key, None, query.shape[1], scale=kernel["scale"], kernel=insides.ATTENTION, options=options
+        )
+        call = Call(torch.nn.Identity(), (), {})  # no view of these asks its module
+        return DeferredAttention(point.view, attention, str(point.site.key), call, attention.versions(), True)
+
+
+class FeaturesLater(Deferred):
+    """Features of an activation, computed when they are asked for.
+
+    Args:
+        view: their basis.
+        x: the activation ``[1 pos ...]``.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, view: InBasis, x: Tensor) -> None:
+        super().__init__(view, x, Call(torch.nn.Identity(), (), {}))
+
+    def value(self, name: str, rows: slice | Tensor | None = None) -> Tensor:
+        self.check(name)
+        assert isinstance(self.view, InBasis)
+        with torch.no_grad():
+            return dense(self.view.encode(self._at_site(rows)))
+
+
+class EngineActivations(Mapping[str, Tensor]):
+    """What was captured of a request, by canonical name; scores and patterns are computed when they are asked for.
+
+    Args:
+        seen: activations ``[pos ...]``, and what computes ``[head pos key_pos]``.
+    """
+
+    def __init__(self, seen: Mapping[str, Tensor | Deferred]) -> None:
+        self._seen = seen
+
+    def __getitem__(self, name: str) -> Tensor:
+        found = self._seen[name]
+        return found.value(name)[0] if isinstance(found, Deferred) else found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._seen)
+
+    def __len__(self) -> int:
+        return len(self._seen)
 
 
 @dataclass(frozen=True)
@@ -334,7 +483,7 @@ def _place(name: str, asked: Sequence[object]) -> Path | None:
     folder = Path(name) if Path(name).is_dir() else Path(str(cached_file(name, CONFIG_NAME))).parent
     files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.iterdir())]
     of = [files, (folder / CONFIG_NAME).read_text(), __version__, insides.vllm_version(), transformers.__version__]
-    return where / f"engine-{kept.digest(json.dumps([*of, torch.__version__, *asked]))}.json"
+    return where / f"engine-{kept.digest(json.dumps([*of, torch.__version__, _FORM, *asked]))}.json"
 
 
 def _read(place: Path | None) -> dict[str, Any] | None:

@@ -9,14 +9,18 @@
 | ``runner.model``, ``dtype``, ``max_num_tokens`` | what hook points are put into, and how large their tables are |
 | ``runner.input_batch``, ``query_start_loc``, ``requests`` | which tokens of a pass are whose, and where they stand |
 | ``SamplingParams.extra_args`` | a request says what is to be done with it; it goes along through preemption |
+| ``launchers.api_server.entry`` | the server's engine is made before its routes: its requests are seen in between |
 | ``cache_salt`` | keys and values behind an edit are shared by requests of that edit alone |
 | ``skip_reading_prefix_cache`` | a captured request is computed from its first token on |
 | block tables, ``kv_cache``, ``_zero_block_ids`` | what is no number stays with its request |
+| transformers' attention ``vllm`` | what queries and keys are as the kernel is given them: rotated |
+| an attention's ``attn`` | heads, scale, window and soft cap of that kernel, which a pattern is computed with |
 | ``model.fusers`` | which modules of the tree were made one: a projection is some columns of that |
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.metadata
 import os
@@ -33,6 +37,8 @@ TRIED = ("0.32",)
 #: Options of vLLM that the hook points stand on, or that were not tried with them.
 _OURS = ("model_impl", "worker_cls", "additional_config", "skip_tokenizer_init", "dtype")
 _ALONE = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+#: The name of vLLM's attention in transformers.
+ATTENTION = "vllm"
 _NOT_TRIED = ("speculative_config", "enable_lora", "quantization", "kv_transfer_config", "decode_context_parallel_size")
 
 
@@ -96,6 +102,45 @@ def started(model: str, dtype: str, config: Mapping[str, object], options: Mappi
         additional_config={"bridge": dict(config)},
         **options,
     )
+
+
+def serve(
+    model: str, dtype: str, config: Mapping[str, object], where: Mapping[str, object], options: Mapping[str, Any],
+    around: Callable[[Any], None],
+) -> None:  # fmt: skip
+    """vLLM's OpenAI-compatible server with the worker of ours, until it is interrupted.
+
+    Args:
+        model, dtype, config, options: as for `started`.
+        where: the host and the port.
+        around: given the client of the engine, before there are requests.
+    """
+    parser = importlib.import_module("vllm.utils.argparse_utils").FlexibleArgumentParser()
+    entry = importlib.import_module("vllm.entrypoints.launchers.api_server.entry")
+    launcher = importlib.import_module("vllm.entrypoints.launchers.launcher")
+    args = importlib.import_module("vllm.entrypoints.launchers.cli_args").make_arg_parser(parser).parse_args([])
+    ours = {
+        "model": model, "served_model_name": [model], "dtype": dtype, "model_impl": "transformers",
+        "worker_cls": "bridge.engine.worker.BridgeWorker", "additional_config": {"bridge": dict(config)},
+        "middleware": ["bridge.engine.serving.refuse_beams"],
+    }  # fmt: skip
+    for name, value in {**ours, **where, **options}.items():
+        setattr(args, name, value)
+
+    async def run() -> None:
+        listens, sock = launcher.setup_server(args, reuse_port=False)
+        async with entry.build_async_engine_client(args) as client:
+            around(client)
+            ended = await entry.build_and_serve(client, listens, sock, args)
+            await ended
+        sock.close()
+
+    asyncio.run(run())
+
+
+def json_response(said: object, code: int) -> Any:
+    """An answer of the server."""
+    return importlib.import_module("fastapi.responses").JSONResponse(said, status_code=code)
 
 
 def sampling(new: int, ended: bool, ticket: Mapping[str, object], more: Mapping[str, Any]) -> Any:
@@ -166,6 +211,16 @@ def repair(config: Any) -> None:
     registered.register(backend.VLLM_ATTN_IMPL, with_heads)
     model = importlib.import_module("transformers").GPT2PreTrainedModel
     model._keys_to_ignore_on_load_unexpected = [r"\.attn\.bias$", r"\.attn\.masked_bias$"]
+
+
+def device_of(llm: Any) -> str:
+    """The kind of device that an engine computes on."""
+    return str(llm.llm_engine.vllm_config.device_config.device_type)
+
+
+def longest_of(llm: Any) -> int:
+    """How many tokens a sequence of an engine may have."""
+    return int(llm.llm_engine.vllm_config.model_config.max_model_len)
 
 
 def shut(llm: Any) -> None:
@@ -265,6 +320,49 @@ def around_passes(runner: Any, begin: Callable[[], list[Span]], end: Callable[[S
         return out
 
     runner._model_forward = with_points
+
+
+def around_attention(module: nn.Module, key: str, seen: Callable[[Any], Any]) -> None:
+    """Shows the queries or the keys that an attention's kernel is given.
+
+    Args:
+        module: transformers' attention.
+        key: ``"q"`` or ``"k"``.
+        seen: makes of ``[1 token column]`` what the kernel is given in its place.
+    """
+    registered = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    kernel = registered[ATTENTION]
+    if kernel.__name__ != "shown_to_bridge":  # once in a process
+
+        def shown_to_bridge(module: Any, query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
+            points = getattr(module, "_bridge_attention", {})
+            given = [query, key]
+            for at, name in enumerate("qk"):
+                if name in points:  # [1 head token column]
+                    x = given[at].transpose(1, 2)
+                    given[at] = points[name](x.flatten(2)).reshape(x.shape).transpose(1, 2)
+            return kernel(module, *given, *args, **kwargs)
+
+        registered.register(ATTENTION, shown_to_bridge)
+    module.__dict__.setdefault("_bridge_attention", {})[key] = seen
+
+
+def kernel_of(module: nn.Module) -> dict[str, Any] | str:
+    """What an attention's kernel is, or why nothing can be computed of it.
+
+    Args:
+        module: transformers' attention.
+    """
+    kernel = getattr(module, "attn", None)
+    if kernel is None or not hasattr(kernel, "sliding_window"):
+        return "the engine's attention there is of another kind"
+    if getattr(kernel.impl, "alibi_slopes", None) is not None or kernel.has_sink:
+        return "the engine's attention there has slopes or sinks"
+    return {
+        "q": [kernel.num_heads, kernel.head_size], "k": [kernel.num_kv_heads, kernel.head_size],
+        "scale": kernel.impl.scale, "sliding_window": kernel.sliding_window,
+        "softcap": kernel.impl.logits_soft_cap or None,
+    }  # fmt: skip
 
 
 def is_compiled(runner: Any) -> bool:

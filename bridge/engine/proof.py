@@ -17,12 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from adapters.points import Point, base_path, is_inside, module_at
-from adapters.views import Call
+from adapters.views import Call, View
+from adapters.views.attention import HeadsFirst, MaskedScores
 from bridge.bridge import TransformerBridge
 from bridge.engine.tables import EnginePlace
 from bridge.hooks.hooks import HookPoint
-from bridge.interventions import Add, AddScaled, Interventions, Operation, ProjectOut, Scale, Set
+from bridge.interventions import Add, AddScaled, Cap, Interventions, Operation, ProjectOut, Scale, Set
 
+#: As what the arguments of attention, and what is computed from them, can be seen in an engine.
+_INSIDE: dict[str, tuple[type[View], ...]] = {
+    "q": (HeadsFirst,), "k": (HeadsFirst,), "scores": (MaskedScores,), "pattern": (View,)
+}  # fmt: skip
 #: The lengths of the prompts that are run together, how many tokens follow them, and that of the edited ones.
 _LENGTHS, _NEW, _EDITED = (5, 19, 11), 3, 7
 #: How far values may be from those of the plain model in float32, of the largest of them.
@@ -39,9 +44,13 @@ def engine_point(hook: HookPoint, model: nn.Module, width: int | None) -> dict[s
         model: the plain model.
         width: how many columns its site's tensor has; None: its module was not run.
     """
-    if (why := why_not(hook.point, model)) or width is None:
-        return why or "its module did not run"
+    if why := why_not(hook.point, model):
+        return why
     site, view = hook.point.site, hook.point.view
+    if site.kind == "attention":  # the engine's own kernel says how many heads there are, and how wide they are
+        return {"path": site.path.removeprefix(f"{base_path(model)}."), "kind": site.kind, "key": site.key}
+    if width is None:
+        return "its module did not run"
     seen = view.get(torch.arange(float(width)).reshape(1, 1, width), Call(module_at(model, site.path), (), {}))
     columns = seen.flatten().tolist()
     if len(set(columns)) != len(columns) or not set(columns) <= set(range(width)):
@@ -56,7 +65,9 @@ def engine_point(hook: HookPoint, model: nn.Module, width: int | None) -> dict[s
 def why_not(point: Point, model: nn.Module) -> str:
     """Why an engine cannot have a point, as far as its declaration says; "" where it may."""
     site = point.site
-    if site.kind not in ("input", "output"):
+    if site.kind == "attention" and type(point.view) not in _INSIDE.get(str(site.key), ()):
+        return "it is seen in a way of its own inside of attention, which the engine has another for"
+    if site.kind not in ("input", "output", "attention"):
         return f"it is inside of a module's forward ({site.kind}), which the engine has another for"
     if not is_inside(site.path, base_path(model)) or "@" in site.path:
         return f"{site.path} stands outside of what the engine runs, or runs several times"
@@ -71,7 +82,7 @@ def widths_of(bridge: TransformerBridge, hooks: Sequence[HookPoint]) -> dict[str
     handles = []
     for hook in hooks:
         site = hook.point.site
-        if why_not(hook.point, bridge.original_model):
+        if why_not(hook.point, bridge.original_model) or site.kind == "attention":
             continue
 
         def see(name: str, key: object, given: Any) -> None:
@@ -136,6 +147,8 @@ class EngineProof:
         with torch.no_grad():
             _, cache = bridge.run_with_cache(torch.tensor([prompt]), names_filter=list(names))
         for hook in hooks:
+            if hook.name not in places:  # it is computed afterwards, and not edited
+                continue
             edits = Interventions([(hook.name, operation) for operation in self._operations(hook, cache[hook.name])])
             self.requests.append(ProofRequest(prompt, 1, edits, ()))
 
@@ -148,9 +161,11 @@ class EngineProof:
         shape, size = seen.shape[2:], float(seen.float().std().clamp_min(1e-3))
         draw = lambda: torch.randn(shape, generator=self.drawn)
         found: list[Operation] = [Scale(1 + draw() / 4), Add(draw() * size)]
+        capped = len(self.requests) % 2  # which of the two a point is tried with says nothing of the point
         if self.rank:
-            found.append(ProjectOut(torch.randn(shape[-1], generator=self.drawn), heads=0 if len(shape) > 1 else None))
-        if self.places[hook.name].whole and len(shape) == 1:
+            direction, heads = torch.randn(shape[-1], generator=self.drawn), 0 if len(shape) > 1 else None
+            found.append(Cap(direction, 0.0, heads=heads) if capped else ProjectOut(direction, heads=heads))
+        if self.places[hook.name].whole and len(shape) == 1 and not capped:
             found.insert(0, AddScaled(draw(), 0.5))
         return [*found, Set(draw() * size, positions=slice(1, 3))]
 
@@ -172,7 +187,7 @@ class EngineProof:
         models = [self.bridge]
         if self.dtype != torch.float32:
             models.append(TransformerBridge(copy.deepcopy(self.bridge.original_model).to(self.dtype), None))
-        found: dict[str, str] = dict.fromkeys(self.places, "")
+        found: dict[str, str] = dict.fromkeys(self.requests[0].capture, "")
         for request, answer in zip(self.requests, answers, strict=True):
             tokens = [*request.prompt, *answer.tokens.tolist()[:-1]]
             (said, seen), *rounded = [self._alone(model, request, tokens) for model in models]
@@ -190,7 +205,9 @@ class EngineProof:
     def _compare(
         self, found: dict[str, str], name: str, what: str, here: Tensor, there: Tensor, rounded: Sequence[Tensor]
     ) -> None:
-        off = float((here.float() - there).abs().max()) if here.shape == there.shape else float("inf")
-        most = BOUND * max(1.0, float(there.abs().max())) + 2 * sum(float((x - there).abs().max()) for x in rounded)
+        apart = lambda x: float(torch.where(x == there, 0.0, (x - there).abs()).max())  # -inf is a masked score
+        off = apart(here.float()) if here.shape == there.shape else float("inf")
+        size = float(there.abs().nan_to_num(posinf=0.0).max())
+        most = BOUND * max(1.0, size) + 2 * sum(apart(x) for x in rounded)
         if not off <= most and not found[name]:
             found[name] = f"{what} is off by {off:.2g} from the plain model's (at most {most:.2g})"

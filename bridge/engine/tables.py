@@ -2,18 +2,19 @@
 
 Every operation that can be here makes of an activation ``x`` of one token
 
-    x * scale + add + norm |x| + sum_r out[r] (read[r] . x)
+    x * scale + add + norm |x| + sum_r out[r] g_r(read[r] . x + bias[r])
 
-(`RowMap`). What these are is asked of the operation itself, on zeros, ones and its own directions, and tried on random
-numbers, so there is no second meaning of an operation here. Several at one place become one map, in their order; where
-they choose tokens differently, there is a row for each choice that a token can meet (`lower`).
+where g_r makes zero of what is not above threshold[r]: a cap, or a feature of a basis (`RowMap`). What these are is
+asked of the operation itself, on zeros, ones and its own directions, and tried on random numbers, so there is no second
+meaning of an operation here. Several at one place become one map, in their order; where they choose tokens
+differently, there is a row for each choice that a token can meet (`lower`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -23,10 +24,13 @@ from safetensors.torch import load as tensors_of
 from safetensors.torch import save as bytes_of
 from torch import Tensor
 
+from adapters.views.basis import InBasis, dense
+from bridge.bases.bases import modules_of
 from bridge.hooks.hooks import HookPoint
 from bridge.interventions.operations import (
     Add,
     AddScaled,
+    Cap,
     Kept,
     Operation,
     ProjectOnto,
@@ -40,9 +44,13 @@ from bridge.interventions.operations import (
 )
 
 #: What can be a row of a table.
-LOWERED = (Add, Scale, Set, Zero, ProjectOut, ProjectOnto, AddScaled)
+LOWERED = (Add, Scale, Set, Zero, ProjectOut, ProjectOnto, AddScaled, Cap)
 #: How many choices of tokens may meet at one place.
 _CHOICES = 3
+#: How many features of a basis one operation may change by their values.
+_FEATURES = 64
+#: The tables.
+TABLES = ("scale", "add", "norm", "out", "read", "bias", "threshold")
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,7 @@ class RowMap:
     Attributes:
         scale, add, norm: ``[feature]``.
         out, read: ``[rank feature]``.
+        bias, threshold: ``[rank]``; where nothing is too small, the threshold is ``-inf`` and the bias zero.
     """
 
     scale: Tensor
@@ -81,24 +90,41 @@ class RowMap:
     norm: Tensor
     out: Tensor
     read: Tensor
+    bias: Tensor
+    threshold: Tensor
 
     @classmethod
     def of(cls, scale: Tensor, **more: Tensor) -> RowMap:
         """One that has some of these, the others zero."""
         none, no_rank = torch.zeros_like(scale), scale.new_zeros(0, len(scale))
-        return cls(**{"scale": scale, "add": none, "norm": none, "out": no_rank, "read": no_rank, **more})
+        rank = len(more.get("out", no_rank))
+        usual = {"scale": scale, "add": none, "norm": none, "out": no_rank, "read": no_rank}
+        usual |= {"bias": scale.new_zeros(rank), "threshold": scale.new_full((rank,), -torch.inf)}
+        return cls(**{**usual, **more})
 
     def __call__(self, x: Tensor) -> Tensor:
         """What it makes of activations ``[token feature]``."""
         long = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return x * self.scale + self.add + self.norm * long + (x @ self.read.T) @ self.out
+        along = x @ self.read.T + self.bias
+        return x * self.scale + self.add + self.norm * long + torch.where(along > self.threshold, along, 0.0) @ self.out
 
     def then(self, last: RowMap) -> RowMap:
-        """This one, and another one behind it, which does not ask for the norm."""
-        linear = lambda v: v * last.scale + (v @ last.read.T) @ last.out
+        """This one, and another one behind it, which does not ask for the norm.
+
+        Raises:
+            ValueError: the second has a threshold for what the first makes.
+        """
+        free = last.threshold.isneginf()
+        if bool((torch.cat([self.out, self.norm[None]]) @ last.read[~free].T).abs().gt(1e-9).any()):
+            raise ValueError("a cap or a feature that others change before cannot be had at one place of an engine")
+        linear = lambda v: v * last.scale + (v @ last.read[free].T) @ last.out[free]
         out, read = torch.cat([linear(self.out), last.out]), torch.cat([self.read, last.read * self.scale])
-        used = out.any(-1)
-        return RowMap(self.scale * last.scale, linear(self.add) + last.add, linear(self.norm), out[used], read[used])
+        bias = torch.cat([self.bias, last.bias + torch.where(free, 0.0, last.read @ self.add)])
+        threshold, used = torch.cat([self.threshold, last.threshold]), out.any(-1)
+        add = linear(self.add) + last.add
+        return RowMap(
+            self.scale * last.scale, add, linear(self.norm), out[used], read[used], bias[used], threshold[used]
+        )  # fmt: skip
 
     def at(self, place: EnginePlace) -> RowMap:
         """The same for the whole tensor of a site."""
@@ -108,7 +134,9 @@ class RowMap:
         put = lambda x, whole: whole.index_copy(-1, index, x)
         wide = lambda x: put(x, x.new_zeros(*x.shape[:-1], place.width))
         scale = put(self.scale, self.scale.new_ones(place.width))
-        return RowMap(scale, wide(self.add), wide(self.norm), wide(self.out), wide(self.read))
+        return RowMap(
+            scale, wide(self.add), wide(self.norm), wide(self.out), wide(self.read), self.bias, self.threshold
+        )  # fmt: skip
 
 
 def row_of(operation: Operation, hook: HookPoint, place: EnginePlace) -> RowMap:
@@ -130,6 +158,8 @@ def row_of(operation: Operation, hook: HookPoint, place: EnginePlace) -> RowMap:
             "bridge.generate_batch"
         )
     operation.check_alone(hook)
+    if isinstance(hook.view, InBasis):
+        return _row_of_features(operation, hook, hook.view, place, name).at(place)
     still = replace(operation, positions=None, part="all", from_step=0)
     width = len(place.columns)
 
@@ -142,14 +172,21 @@ def row_of(operation: Operation, hook: HookPoint, place: EnginePlace) -> RowMap:
         mask = still.mask(zeros.reshape(1, 1, *place.shape), hook)
         acts = ones[0] if mask is None else mask.expand(1, 1, *place.shape).reshape(width).double()
         scale = 1 - acts if isinstance(operation, ProjectOnto) else ones[0]
+        most = float(operation.number("most", zeros, {}, hook)) if isinstance(operation, Cap) else None
         rows = operation.number("directions", zeros.reshape(1, 1, *place.shape), {}, hook)
         basis = orthonormal(rows.reshape(-1, rows.shape[-1]))
         read = torch.zeros(width // basis.shape[-1], len(basis), width // basis.shape[-1], basis.shape[-1]).double()
         for head in range(len(read)):
             read[head, :, head] = basis
         read = read.reshape(-1, width)
-        out = made(read) - read * scale
-        found = RowMap.of(scale, out=out[out.any(-1)], read=read[out.any(-1)])
+        if most is None:
+            out = made(read) - read * scale
+            found = RowMap.of(scale, out=out[out.any(-1)], read=read[out.any(-1)])
+        else:  # what is above is taken away
+            far = read * (abs(most) + 1)
+            read = read[((made(far) - far) * (read != 0)).any(-1)]  # of the heads that it is for
+            level = zeros.new_zeros(len(read))
+            found = RowMap.of(scale, out=-read, read=read, bias=level - most, threshold=level)
     elif isinstance(operation, AddScaled):
         if len(place.shape) > 1 or not place.whole:
             raise ValueError(f"{name} cannot be had in an engine: its activation is a part of a tensor there")
@@ -158,10 +195,116 @@ def row_of(operation: Operation, hook: HookPoint, place: EnginePlace) -> RowMap:
     else:
         add = made(zeros)[0]
         found = RowMap.of((made(ones)[0] - add).nan_to_num(0.0), add=add)
-    tried = torch.randn(4, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    if not torch.allclose(found(tried), made(tried), rtol=1e-6, atol=1e-6, equal_nan=True):
-        raise ValueError(f"{name} cannot be had in an engine: no row of a table does what it does")
+    _check_row(found, made, width, 1e-6, name)
     return found.at(place)
+
+
+def _check_row(found: RowMap, made: Callable[[Tensor], Tensor], width: int, bound: float, name: str) -> None:
+    """Tries on random numbers of several sizes whether a row does what is to be done.
+
+    Raises:
+        ValueError: it does not.
+    """
+    tried = torch.randn(64, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    tried *= torch.logspace(-1, 2, 64, dtype=torch.float64)[:, None]
+    wanted = made(tried)
+    if not torch.allclose(found(tried), wanted, rtol=bound, atol=bound, equal_nan=True):
+        raise ValueError(f"{name} cannot be had in an engine: no row of a table does what it does")
+
+
+@torch.no_grad()
+def _row_of_features(operation: Operation, hook: HookPoint, view: InBasis, place: EnginePlace, name: str) -> RowMap:
+    """What a change of features does to the activation that they are of.
+
+    Of the basis nothing is known: what is decoded has to be linear, and of each feature that is changed by more than a
+    number that is added, the direction, the bias and the threshold are found by trial (a ReLU's, a JumpReLU's, none).
+
+    Raises:
+        ValueError: it is not so.
+    """
+    if type(operation) not in (Add, Scale, Set, Zero) or not view.edits_alone or len(place.shape) != 1:
+        raise ValueError(
+            f"{name} cannot be had in an engine, which changes features of a vector by Add, Scale, Set and Zero where "
+            "what the basis does not explain is kept: use bridge.generate_batch"
+        )
+    still, like = replace(operation, positions=None, part="all", from_step=0), _tensor_of(view)
+    encode = lambda x: dense(view.encode(x.to(like)[None]))[0].double()
+    decode = lambda f, x: view.decoded(f.to(like)[None], x.to(like)[None])[0].double()
+    changed = lambda f: still(f[None], hook)[0].expand_as(f)
+    origin = torch.zeros(1, len(place.columns), dtype=torch.float64)
+    none = torch.zeros_like(encode(origin))
+    base = changed(none)
+    slope = changed(torch.ones_like(none)) - base
+    at = (slope[0] != 1).nonzero().flatten()
+    explained = decode(none, origin)
+    add = (decode(base, origin) - explained)[0]
+    found = RowMap.of(torch.ones_like(origin[0]), add=add)
+    if len(at):
+        if len(at) > _FEATURES:
+            raise ValueError(f"{name} changes {len(at)} features by their values; in an engine it can be {_FEATURES}")
+        rows = torch.nn.functional.one_hot(at, none.shape[-1]).double()
+        out = (decode(rows, origin.expand(len(at), -1)) - explained) * (slope[0, at] - 1)[:, None]
+        read, bias, threshold = _features(encode, at, origin.shape[-1], name)
+        free = threshold.isneginf()
+        found = replace(
+            found, add=add + bias[free] @ out[free], out=out, read=read, bias=bias.where(~free, 0.0),
+            threshold=threshold,
+        )  # fmt: skip
+
+    def made(x: Tensor) -> Tensor:
+        features = encode(x)
+        return x + decode(changed(features), x) - decode(features, x)
+
+    _check_row(found, made, origin.shape[-1], 1e-3, name)
+    return found
+
+
+def _features(encode: Callable[[Tensor], Tensor], at: Tensor, width: int, name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The direction, bias and threshold of some features: what they are of an activation.
+
+    Args:
+        encode: from ``[row width]`` to ``[row feature]``.
+        at: which features.
+        width: of an activation.
+        name: for the error.
+
+    Raises:
+        ValueError: one that is never active on random activations.
+    """
+    tried = torch.randn(256, width, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    tried *= torch.logspace(-1, 3, 256, dtype=torch.float64)[:, None]
+    active = encode(tried)[:, at] != 0
+    if not bool(active.any(0).all()):
+        raise ValueError(f"{name}: features {at[~active.any(0)].tolist()} were active on no activation that was tried")
+    there = tried[active.int().argmax(0)]  # [feature width]: the smallest, which are rounded least
+    own = torch.arange(len(at))
+    with torch.enable_grad():
+        x = there.clone().requires_grad_()
+        made = encode(x)[own, at].sum()
+        if not made.requires_grad:
+            raise ValueError(f"{name}: its basis gives no gradients, which say in which direction a feature is")
+        (read,) = torch.autograd.grad(made, x)
+    bias = encode(there)[own, at] - (read * there).sum(-1)
+    # Along the direction: where it is just not zero. It is linear if it is negative far behind.
+    step = read / (read * read).sum(-1, keepdim=True)
+    of = lambda level: encode(step * (level - bias)[:, None])[own, at]
+    high = encode(there)[own, at].clone()
+    low = -high.abs() - 1
+    free = (of(low) - low).abs() < 1e-3 * low.abs()
+    for _ in range(60):
+        middle = (low + high) / 2
+        active = of(middle) != 0
+        high, low = torch.where(active, middle, high), torch.where(active, low, middle)
+    return read, bias, torch.where(free, -torch.inf, low)
+
+
+def _tensor_of(view: InBasis) -> Tensor:
+    """A tensor of a basis's type; of functions float32."""
+    for module in modules_of(view.basis):
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.is_floating_point():
+                return tensor.detach()
+    return torch.zeros(())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -242,6 +385,11 @@ class EngineEdit:
             choice.mask(0, length, length)
 
 
+def base_of(hook: HookPoint) -> str:
+    """The name of the hook point whose activation one shows, in a basis or as it is."""
+    return hook.name.rpartition(".")[0] if isinstance(hook.view, InBasis) else hook.name
+
+
 def lower(pairs: Sequence[tuple[HookPoint, Any]], places: Mapping[str, EnginePlace], rank: int) -> EngineEdit:
     """Interventions as rows of tables.
 
@@ -261,7 +409,7 @@ def lower(pairs: Sequence[tuple[HookPoint, Any]], places: Mapping[str, EnginePla
                 f"the intervention at {hook.name} is {operation!r}, a function, and an engine's pass holds no Python: "
                 "use an operation of bridge.interventions, or bridge.generate_batch"
             )
-        place = places[hook.name]
+        place = places[base_of(hook)]
         at_site.setdefault(place.site, []).append((hook.name, operation, row_of(operation, hook, place)))
     sites = tuple(_site_rows(site, found, rank) for site, found in at_site.items())
     total = hashlib.sha256(str([(site.site, site.choices, site.codes) for site in sites]).encode())
@@ -286,16 +434,19 @@ def _site_rows(site: int, found: Sequence[tuple[str, Operation, RowMap]], rank: 
         if any(made.norm.any() for made in maps[1:]):
             raise ValueError(f"{names}: AddScaled can only be the first at one place of an engine")
         whole = maps[0]
-        for made in maps[1:]:
-            whole = whole.then(made)
+        try:
+            for made in maps[1:]:
+                whole = whole.then(made)
+        except ValueError as error:
+            raise ValueError(f"{names}: {error}") from None
         if len(whole.out) > rank:
             raise ValueError(
                 f"{names}: {len(whole.out)} directions, and this engine has room for {rank}: Engine(rank=)"
             )
         rows[sum(2**place for place, holds in enumerate(held) if holds)] = whole
-    room = lambda x: torch.nn.functional.pad(x, (0, 0, 0, rank - len(x)))
-    tables = {name: torch.stack([getattr(row, name) for row in rows.values()]) for name in ("scale", "add", "norm")}
-    tables |= {name: torch.stack([room(getattr(row, name)) for row in rows.values()]) for name in ("out", "read")}
+    room = lambda x: torch.cat([x, x.new_zeros(rank - len(x), *x.shape[1:])])
+    tables = {name: torch.stack([getattr(row, name) for row in rows.values()]) for name in TABLES[:3]}
+    tables |= {name: torch.stack([room(getattr(row, name)) for row in rows.values()]) for name in TABLES[3:]}
     return SiteRows(site, tuple(distinct), tuple(rows), {name: table.float() for name, table in tables.items()})
 
 
@@ -327,7 +478,7 @@ def unpacked(said: str, data: bytes) -> list[EngineEdit]:
                 TokenChoice(slice(*index) if ranged else None if index is None else tuple(index), part, step)
                 for ranged, index, part, step in choices
             ]
-            tables = {name: tensors[f"{number}.{place}.{name}"] for name in ("scale", "add", "norm", "out", "read")}
+            tables = {name: tensors[f"{number}.{place}.{name}"] for name in TABLES}
             made.append(SiteRows(site, tuple(kept), tuple(codes), tables))
         edits.append(EngineEdit(key, tuple(made)))
     return edits

@@ -7,6 +7,8 @@ Before a pass the numbers are filled in from the requests that it holds; after i
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,8 +29,8 @@ class EngineSite:
 
     Args:
         module: the module.
-        kind: ``"input"`` or ``"output"``.
-        key: the name of an input, or the place in a tuple; None: the first.
+        kind: ``"input"``, ``"output"``, or ``"attention"``: what its kernel is given.
+        key: the name of an input, or the place in a tuple; None: the first. Of a kernel, ``"q"`` or ``"k"``.
         through: an edit is written into the tensor itself, which others hold, too.
         width: how many columns the tensor has.
         room: the numbers of rows, directions, tokens.
@@ -45,13 +47,16 @@ class EngineSite:
         tables = {"scale": like.new_ones(rows, width), "add": like.new_zeros(rows, width)}
         tables |= {"norm": like.new_zeros(rows, width), "kept": like.new_zeros(tokens, width)}
         tables |= {"out": like.new_zeros(rows, rank, width), "read": like.new_zeros(rows, rank, width)}
+        tables |= {"bias": like.new_zeros(rows, rank), "threshold": like.new_zeros(rows, rank)}
         tables["row"] = torch.zeros(tokens, dtype=torch.long, device=like.device)
         for name, table in tables.items():
             module.register_buffer(f"{self.tag}_{name}", table, persistent=False)
         if kind == "input":
             module.register_forward_pre_hook(self._before, with_kwargs=True)
-        else:
+        elif kind == "output":
             module.register_forward_hook(self._after)
+        else:
+            insides.around_attention(module, str(key), self._seen)
 
     def table(self, name: str) -> Tensor:
         """One of its buffers."""
@@ -77,8 +82,9 @@ class EngineSite:
             row = self.table("row")[:tokens]
             long = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).to(x.dtype)
             new = x * self.table("scale")[row] + self.table("add")[row] + self.table("norm")[row] * long
-            along = (x.unsqueeze(-2) * self.table("read")[row]).sum(-1, keepdim=True)
-            new = new + (along * self.table("out")[row]).sum(-2)
+            along = (x.unsqueeze(-2) * self.table("read")[row]).sum(-1) + self.table("bias")[row]
+            along = torch.where(along > self.table("threshold")[row], along, 0.0)
+            new = new + (along.unsqueeze(-1) * self.table("out")[row]).sum(-2)
             new = torch.where((row > 0).unsqueeze(-1), new, x)  # bit by bit what it was, whatever it was
             x = x.copy_(new) if self.through else new
         if self.keeping:
@@ -111,14 +117,23 @@ class EnginePoints:
                 self.places[name] = {"refused": f"the engine's tree has no module {point['path']}"}
                 continue
             module, offset, wide = found
-            width = wide or point["width"]
+            if point["kind"] == "attention":
+                kernel = insides.kernel_of(module)
+                if isinstance(kernel, str):
+                    self.places[name] = {"refused": kernel}
+                    continue
+                width = math.prod(kernel[point["key"]])
+                point = {**point, "through": False, "columns": range(width), "shape": kernel[point["key"]]}
+            else:
+                kernel, width = None, wide or point["width"]
             at = (module, point["kind"], point["key"])
             if at not in known:
                 known[at] = len(self.sites)
                 self.sites.append(EngineSite(*at, point["through"], width, room, like))
             columns = [column + offset for column in point["columns"]]
             self.columns[name] = known[at], torch.tensor(columns, device=like.device)
-            self.places[name] = {"site": known[at], "width": width, "columns": columns}
+            place = {"site": known[at], "width": width, "columns": columns, "shape": point["shape"]}
+            self.places[name] = {**place, "kernel": kernel}
         insides.around_passes(runner, self._begin, self._end)
 
     def edit(self, said: str, data: bytes) -> None:
@@ -148,7 +163,8 @@ class EnginePoints:
         total = spans[-1].end if spans else 0
         rows: dict[int, Tensor] = {}
         for span in spans:
-            for at, lookup in self.edits[span.ticket["edit"]] if span.ticket.get("edit") else ():
+            # A server may have put others into the tables since: then this pass of it is nobody's any more.
+            for at, lookup in self.edits.get(span.ticket.get("edit", ""), ()):
                 row = rows.setdefault(at.site, torch.zeros(total, dtype=torch.long))
                 length, code = span.end - span.begin, 0
                 for place, choice in enumerate(at.choices):
@@ -172,6 +188,15 @@ class EnginePoints:
                 kept = self.sites[site].table("kept")[span.begin : span.end].index_select(-1, columns).cpu()
                 parts = self.captures.setdefault((span.ticket["number"], span.sample), {}).setdefault(name, [])
                 parts.append((span.first, kept))
+
+    def weights(self) -> str:
+        """A hash of all parameters, by name."""
+        total = hashlib.sha256()
+        for name, parameter in self.runner.model.named_parameters():
+            data = parameter.detach().contiguous().reshape(-1).cpu().view(torch.uint8)
+            total.update(f"{name} {parameter.dtype} {list(parameter.shape)}".encode())
+            total.update(memoryview(data.numpy()))
+        return total.hexdigest()
 
     def take(self, numbers: Sequence[int]) -> bytes:
         """What was captured of requests, as safetensors: ``number/sample/name -> [pos column]``, from the first on.
@@ -203,6 +228,10 @@ class BridgeWorker(insides.worker_class()):  # type: ignore[misc]
     def bridge_places(self) -> dict[str, dict[str, object]]:
         """Where each hook point is, or why it is not."""
         return self.bridge_points.places
+
+    def bridge_weights(self) -> str:
+        """See `EnginePoints.weights`."""
+        return self.bridge_points.weights()
 
     def bridge_edit(self, said: str, data: bytes) -> None:
         """See `EnginePoints.edit`."""

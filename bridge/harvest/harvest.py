@@ -35,7 +35,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -63,13 +63,16 @@ from bridge.harvest.shards import Folder, Manifest, ShardRecord
 from bridge.hooks.context import HookFunction
 from bridge.version import __version__
 
+if TYPE_CHECKING:
+    from bridge.engine import Engine as VLLMEngine
+
 Engine = Literal["local", "ray"]
 #: What makes shards and writes them, and tells of each that is whole.
 Runs = Callable[[Iterator[ShardInput], Callable[[ShardRecord, float], None]], object]
 
 
 def harvest(
-    model: TransformerBridge | str,
+    model: TransformerBridge | VLLMEngine | str,
     source: Any,
     *,
     hook_points: Sequence[str],
@@ -106,8 +109,8 @@ def harvest(
     The model runs only as far as the deepest hook point.
 
     Args:
-        model: a bridge (in evaluation mode), or a path or name, which is loaded where it is needed ("embedded": the
-            model in the package).
+        model: a bridge (in evaluation mode); an `Engine`, which runs it in vLLM, at points that it offers; or a path or
+            name, which is loaded where it is needed ("embedded": the model in the package).
         source: a list or an iterator of texts or rows of token ids; a tensor of tokens ``[document, pos]``; `Files`,
             a `pathlib.Path` or several; a Hugging Face data set, whole or streaming; a Ray data set. A call that goes
             on needs the same documents in the same order, an iterator from its beginning.
@@ -171,8 +174,9 @@ def harvest(
         installed()
     spec = ModelSource.of(model, device, model_dtype)
     together = None if spec.bridge is None else together_of(spec.bridge)
-    if engine == "ray" and together is not None:
-        raise HarvestError("a worker of Ray is one process, and this model is shared by several: engine='local'")
+    if engine == "ray" and not (together is None is spec.engine):
+        where = "shared by several" if spec.engine is None else "in vLLM"
+        raise HarvestError(f"a worker of Ray is one process, and this model is {where}: engine='local'")
     tokenizer = tokenizer if tokenizer is not None else _tokenizer(spec)
     reader_source = as_source(source, column)
     separator_id = special_id(tokenizer, separator)
@@ -225,7 +229,7 @@ def _harvested(
             _check_source(manifest, source)
             return _report(folder, manifest, 0, time.perf_counter() - began, None)
         bridge = (replace(spec, device=None) if gpus else spec).load()
-        kind = "cuda" if gpus else torch.device(bridge.cfg.device).type
+        kind = "cuda" if gpus else torch.device(bridge.cfg.device).type if spec.engine is None else spec.engine.device
         batch_size = asked.batch_size
         if batch_size is None:
             batch_size = default_batch_size(asked.tokens.context_size, kind)
@@ -233,10 +237,10 @@ def _harvested(
                 batch_size = int(manifest.options.get("batch_size", batch_size))
         bos = bos_id(tokenizer, prepend_bos, bridge.cfg.default_prepend_bos)
         options = replace(asked, tokens=replace(asked.tokens, bos=bos))
-        maker = RowMaker(bridge, options, batch_size, together)
+        maker = RowMaker(bridge, options, batch_size, together, spec.engine)
         if together is not None:
             together.weights()
-        planned = _manifest(bridge, maker, options, batch_size, kind, quick, source)
+        planned = _manifest(spec.engine, bridge, maker, options, batch_size, kind, quick, source)
         if manifest is None:
             _refuse_foreign(folder)
             manifest = planned
@@ -356,15 +360,20 @@ def _tokenizer(spec: ModelSource) -> Any:
 
 
 def _manifest(
-    bridge: TransformerBridge, maker: RowMaker, options: HarvestOptions, batch_size: int, device: str,
-    quick: dict[str, Any], source: DocumentSource,
+    ran: VLLMEngine | None, bridge: TransformerBridge, maker: RowMaker, options: HarvestOptions, batch_size: int,
+    device: str, quick: dict[str, Any], source: DocumentSource,
 ) -> Manifest:  # fmt: skip
     import numpy
     import pyarrow
     import transformers
 
     return Manifest(
-        model={"name": bridge.cfg.model_name, **of_model(bridge)},
+        # An engine's bridge has no weights; and its rows are not put beside those of a run, which differ in rounding.
+        model={
+            "name": bridge.cfg.model_name,
+            **of_model(bridge),
+            **({} if ran is None else {"weights": ran.weights(), "engine": "vllm"}),
+        },
         tokenizer=quick["tokenizer"],
         options=options.describe(maker.points, batch_size, device),
         versions={

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import torch
 from huggingface_hub import try_to_load_from_cache
@@ -19,6 +20,9 @@ from bridge.harvest.packing import Tokenization
 from bridge.hooks.arguments import shown
 from bridge.hooks.context import HookFunction
 from bridge.hooks.names import suggestion
+
+if TYPE_CHECKING:
+    from bridge.engine import Engine
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What is made of activations before anything is written: fewer rows, or fewer numbers in a row.
@@ -343,6 +347,12 @@ def bos_id(tokenizer: Any, prepend_bos: bool | None, default: bool) -> int | Non
     return bos if wanted else None
 
 
+def _engine(model: object) -> Engine | None:
+    """The engine, where a model is one. Nothing of that room is imported by those who have none."""
+    there = sys.modules.get("bridge.engine.engine")
+    return model if there is not None and isinstance(model, there.Engine) else None
+
+
 @dataclass(frozen=True)
 class ModelSource:
     """Where a model comes from: a bridge, or a name that is loaded where it is needed.
@@ -351,12 +361,14 @@ class ModelSource:
         bridge: the bridge, or None.
         name: the name or path, or None.
         device, dtype: for a name; None: as Hugging Face chooses.
+        engine: the engine that runs the model, whose bridge has no weights; None: the bridge does.
     """
 
     bridge: TransformerBridge | None
     name: str | None
     device: str | None
     dtype: str | None
+    engine: Engine | None = None
 
     @classmethod
     def of(cls, model: object, device: torch.device | str | None, dtype: torch.dtype | str | None) -> ModelSource:
@@ -369,23 +381,28 @@ class ModelSource:
         if isinstance(model, str):
             name = None if device is None else str(device)
             return cls(None, model, name, None if dtype is None else str(dtype).removeprefix("torch."))
-        if not isinstance(model, TransformerBridge):
-            raise TypeError(f"the model is {type(model).__name__}; it must be a TransformerBridge, a path or a name")
+        ran = _engine(model)
+        bridge = model if ran is None else ran.bridge
+        if not isinstance(bridge, TransformerBridge):
+            raise TypeError(
+                f"the model is {type(model).__name__}; it must be a TransformerBridge, an Engine, a path or a name"
+            )
         if device is not None or dtype is not None:
             raise HarvestError(
-                "device and model_dtype are for a model that is loaded by name: move the bridge yourself"
+                "device and model_dtype are for a model that is loaded by name: move the bridge yourself, and start an "
+                "engine with what it takes"
             )
-        if model.training:
+        if bridge.training and ran is None:
             raise HarvestError(
                 "the model is in training mode, where dropout would change what is harvested: bridge.eval() first"
             )
-        hooked = [hook.name for hook in model.hook_dict.values() if hook.fwd_hooks]
+        hooked = [hook.name for hook in bridge.hook_dict.values() if hook.fwd_hooks]
         if hooked:
             raise HarvestError(
                 f"the bridge has hooks at {', '.join(hooked)}, which nobody would know of later: remove them "
                 "(bridge.reset_hooks()), or give them as interventions="
             )
-        return cls(model, None, None, None)
+        return cls(bridge, None, None, None, ran)
 
     def load(self) -> TransformerBridge:
         """The bridge."""

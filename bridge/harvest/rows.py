@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +25,9 @@ from bridge.harvest.options import ChosenRows, HarvestOptions, TopPositions, cho
 from bridge.harvest.packing import ShardInput
 from bridge.hooks.context import HookFunction
 from bridge.hooks.hooks import HookPoint
+
+if TYPE_CHECKING:
+    from bridge.engine import Engine
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The activations of one batch, each taken as it comes, without what pads it.
@@ -136,6 +139,42 @@ def run(
             stop_at_layer=stop_at_layer,
             **arguments,
         )
+
+
+def run_engine(
+    engine: Engine,
+    tokens: Int[Tensor, "batch pos"],
+    mask: Int[Tensor, "batch pos"] | None,
+    points: Sequence[HookPoint],
+    interventions: Sequence[tuple[str, HookFunction]],
+    take: Take,
+) -> None:
+    """The same by an engine, which pads nothing: each input is a request of its own.
+
+    Args:
+        engine: the engine.
+        tokens, mask, points, interventions, take: as for `run`.
+    """
+    lengths = [tokens.shape[1]] * len(tokens) if mask is None else mask.sum(1).tolist()
+    prompts = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
+    names = [point.name for point in points]
+    answers = engine.generate(prompts, 1, [interventions] * len(prompts), names, stop_at_eos=False)
+    for point in points:
+        take(point.name, padded([answer.activations[point.name] for answer in answers], RowAxes.of(point).fill))
+
+
+def padded(parts: Sequence[Tensor], fill: float) -> Tensor:
+    """Tensors of one number of axes as one ``[part ...]``.
+
+    Args:
+        parts: the tensors.
+        fill: what stands where one is smaller than others.
+    """
+    shape = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
+    whole = parts[0].new_full((len(parts), *shape), fill)
+    for at, part in enumerate(parts):
+        whole[at][tuple(slice(size) for size in part.shape)] = part
+    return whole
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -477,6 +516,7 @@ class RowMaker:
         options: what decides the rows.
         batch_size: inputs of full length in one forward pass. Where memory runs out it is halved, for good.
         together: tells other processes that share the model.
+        engine: what runs the model, in the bridge's place.
 
     Attributes:
         points: the hook points' canonical names.
@@ -493,8 +533,10 @@ class RowMaker:
         options: HarvestOptions,
         batch_size: int,
         together: Together | InTurns | None = None,
+        engine: Engine | None = None,
     ) -> None:
         self.bridge, self.options, self.batch_size, self._together = bridge, options, batch_size, together
+        self._engine = engine
         hooks = list(dict.fromkeys(bridge.names.find(name) for name in options.hook_points))
         self.points = [hook.name for hook in hooks]
         self._hooks = hooks
@@ -502,6 +544,8 @@ class RowMaker:
         self._stop = stop_layer(bridge, hooks)
         self._interventions = [(bridge.names.find(name).name, fn) for name, fn in options.interventions]
         self._check_interventions()
+        if engine is not None:
+            engine.check(self._interventions, self.points)
         self._arguments = model_arguments(bridge, [*hooks, *(bridge.names.find(n) for n, _ in self._interventions)])
         self._reduce = {bridge.names.find(name).name: how for name, how in options.reduce.items()}
         unknown = [name for name in self._reduce if name not in self.points]
@@ -513,10 +557,11 @@ class RowMaker:
             if point not in self.points:
                 raise HarvestError(f"rows looks at {point}, which hook_points does not name")
             self._rows = TopPositions(self._rows.k, point, self._rows.function)
-        longest = bridge.cfg.n_ctx
+        longest = bridge.cfg.n_ctx if engine is None else engine.longest
         if longest is not None and options.tokens.context_size > longest:
             raise HarvestError(
                 f"context_size is {options.tokens.context_size}; {bridge.cfg.model_name} has a context of {longest}"
+                + " in this engine: Engine(max_model_len=)" * (engine is not None)
             )
         self._dtype = getattr(torch, options.dtype)
         self._refuse_mixed_features()
@@ -648,6 +693,8 @@ class RowMaker:
 
     def _forward(self, tokens: Tensor, mask: Tensor | None, hooks: Sequence[HookPoint], take: Take) -> None:
         """Runs the model, and with it the other processes that share it."""
+        if self._engine is not None:
+            return run_engine(self._engine, tokens, mask, hooks, self._interventions, take)
         given = tokens, mask, [hook.name for hook in hooks], self._stop, self._arguments
         with nullcontext() if self._together is None else self._together.passing(*given):
             run(self.bridge, tokens, mask, hooks, self._interventions, self._stop, self._arguments, take)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -17,7 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from bridge import TransformerBridge
 from bridge.engine import Engine
 from bridge.engine import engine as of_engine
+from bridge.harvest import Activations, HarvestError, MixError, TopK, harvest
 from bridge.interventions import Add, AddScaled, Interventions, Operation, ProjectOnto, ProjectOut, Scale, Set, Zero
+from tests.engine.test_tables import SAE
 
 pytestmark = [
     pytest.mark.engine,
@@ -34,7 +37,17 @@ POINTS = [
     "attn.hook_q",
     "attn.hook_k",
 ]
-POINTS += ["attn.hook_v", "attn.hook_z", "mlp.hook_pre", "mlp.hook_pre_linear", "mlp.hook_post"]
+POINTS += [
+    "attn.hook_rot_q",
+    "attn.hook_rot_k",
+    "attn.hook_v",
+    "attn.hook_z",
+    "mlp.hook_pre",
+    "mlp.hook_pre_linear",
+    "mlp.hook_post",
+]
+#: Those that are computed from captured queries and keys.
+COMPUTED = ["attn.hook_attn_scores", "attn.hook_pattern"]
 #: Small, so that passes hold chunks of prompts, and requests that do not fit are preempted.
 OPTIONS: dict[str, Any] = {
     "enforce_eager": True, "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 48, "block_size": 32,
@@ -69,7 +82,7 @@ def bridge(folder: Path) -> TransformerBridge:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[Engine]:
-    made = Engine(folder, [*named(), "blocks.0.attn.hook_pattern"], rows=8, rank=4, **OPTIONS)
+    made = Engine(folder, [*named([*POINTS, *COMPUTED]), "blocks.0.attn.hook_result"], rows=8, rank=4, **OPTIONS)
     yield made
     made.close()
 
@@ -90,7 +103,7 @@ def operation_at(drawn: random.Random, point: str) -> Operation:
         where["heads"] = 0
     kinds = [Add(vector, 0.7, **where), Scale(0.3, **where), Set(vector, **where), Zero(**where)]
     if (
-        not head or "heads" in where or point.endswith(("hook_k", "hook_v"))
+        not head or "heads" in where or point.endswith(("hook_k", "rot_k", "hook_v"))
     ):  # as many directions as tables have room for
         kinds += [ProjectOut(vector, **where), ProjectOnto(vector, **where)]
     return drawn.choice(
@@ -127,14 +140,17 @@ def assert_alone(
         for name in capture:
             wanted = seen[name]
             assert answer.activations[name].shape == wanted.shape
-            assert (answer.activations[name] - wanted).abs().max() <= 1e-4 * wanted.abs().max().clamp_min(1), name
+            most = 1e-4 * max(1.0, float(wanted[wanted.isfinite()].abs().max()))
+            assert torch.allclose(answer.activations[name], wanted, rtol=0, atol=most), name
 
 
 def test_all_of_them_are_offered_and_the_others_are_refused_by_name(engine: Engine) -> None:
-    assert engine.offered() == [name for name in engine.bridge.hook_dict if name in named()]
-    assert set(engine.refused) == {"blocks.0.attn.hook_pattern"}
-    with pytest.raises(ValueError, match="hook_pattern is not offered in this engine: it is inside of"):
-        engine.generate([[5, 6]], 2, capture=["blocks.0.attn.hook_pattern"])
+    assert engine.offered() == [name for name in engine.bridge.hook_dict if name in named([*POINTS, *COMPUTED])]
+    assert set(engine.refused) == {"blocks.0.attn.hook_result"}
+    with pytest.raises(ValueError, match="hook_result is not offered in this engine: it is computed from"):
+        engine.generate([[5, 6]], 2, capture=["blocks.0.attn.hook_result"])
+    with pytest.raises(ValueError, match="hook_pattern is computed from queries and keys when an engine is done"):
+        engine.generate([[5, 6]], 2, [[("blocks.0.attn.hook_pattern", Scale(2.0))]])
     with pytest.raises(ValueError, match="not among the points that this engine was started with"):
         engine.generate([[5, 6]], 2, [[("hook_embed", Scale(2.0))]])
     with pytest.raises(ValueError, match="each has 1 sets of interventions, and there are 2 prompts"):
@@ -153,7 +169,7 @@ def test_random_batches_are_token_for_token_what_each_is_alone(
     drawn = random.Random(seed)
     prompts = prompts_of(drawn, drawn.randint(2, 20))
     each = [edits_of(drawn) for _ in prompts]
-    assert_alone(engine, bridge, prompts, each, 6, drawn.sample(named(), drawn.choice([0, 1, 2])))
+    assert_alone(engine, bridge, prompts, each, 6, drawn.sample(named([*POINTS, *COMPUTED]), drawn.choice([0, 1, 2])))
 
 
 @pytest.mark.slow
@@ -284,6 +300,93 @@ def test_the_page_shows_what_happens(tmp_path: Path) -> None:
     offered, *lines = found.stdout.strip().splitlines()
     assert offered == "['blocks.1.hook_resid_post', 'blocks.3.attn.hook_z'] {}"
     assert len(lines) == 3 and lines[0].startswith(" Mary") and all("4, 32])" in line for line in lines)
+
+
+def test_features_of_a_basis_are_seen_and_changed(engine: Engine, bridge: TransformerBridge) -> None:
+    """Requests with changes of features beside plain ones; what is decoded goes on as in a run."""
+    name = "blocks.0.hook_resid_post.sae"
+    for model in (engine.bridge, bridge):
+        model.add_basis("blocks.0.hook_resid_post", "sae", SAE("jump", D).requires_grad_(False))
+    drawn = random.Random(6)
+    prompts = prompts_of(drawn, 10)
+    changes = [Zero(features=[0, 3, 5]), Scale(-2.0, features=[8]), Add(4.0, features=[1, 2]), Set(3.0, features=[40])]
+    changes += [Zero(features=[7], part="generated"), Scale(3.0, features=[4, 5, 6, 7], positions=slice(1, 3))]
+    each = [Interventions([(name, change)], bridge) for change in changes] + [None] * 4
+    seen = ["blocks.1.hook_resid_post", "blocks.0.hook_mlp_out"]
+    assert_alone(engine, bridge, prompts, each, 5, seen)
+    add = Interventions([("blocks.0.hook_resid_post", Add(0.3))])
+    assert_alone(engine, bridge, prompts, [add, None] * 5, 5, [*seen, name, "blocks.0.hook_resid_post"])
+    for other in (name, "blocks.0.hook_resid_post"):
+        with pytest.raises(ValueError, match=f"{other} cannot be captured in an engine from a request that changes"):
+            engine.generate(prompts, 5, each, [other])
+    plain = engine.generate(prompts, 5, None, seen, stop_at_eos=False)
+    edited = engine.generate(prompts, 5, each, seen, stop_at_eos=False)
+    assert any(a.tokens.tolist() != b.tokens.tolist() for a, b in zip(plain, edited, strict=True))
+    with pytest.raises(ValueError, match=r"5 directions, and this engine has room for 4"):
+        engine.generate([[5, 6]], 1, [[(name, Zero(features=slice(0, 5)))]])
+    for model in (engine.bridge, bridge):
+        model.remove_basis(name)
+
+
+POST, Z = "blocks.1.hook_resid_post", "blocks.0.attn.hook_z"
+
+
+@pytest.mark.parametrize("more", [
+    {}, {"pack": False}, {"rows": "mean", "pack": False}, {"reduce": {POST: TopK(3)}},
+    {"interventions": [("blocks.0.hook_resid_mid", Add(torch.ones(D), positions=slice(2, 9)))]},
+    {"hook_points": [f"blocks.0.{name}" for name in COMPUTED], "pack": False},
+])  # fmt: skip
+def test_a_harvest_has_the_rows_of_a_bridges(
+    engine: Engine, bridge: TransformerBridge, tmp_path: Path, more: dict[str, Any]
+) -> None:
+    """The same shards, with the same tokens, and values within the engine's rounding."""
+    options: dict[str, Any] = {
+        "hook_points": [POST, Z], "context_size": 30, "dtype": "float32", "tokens_per_shard": 200, **more
+    }  # fmt: skip
+    documents = prompts_of(random.Random(4), 16)
+    made = [harvest(model, documents, out=tmp_path / str(i), **options) for i, model in enumerate((engine, bridge))]
+    ours, theirs = (Activations(tmp_path / str(i)) for i in range(2))
+    assert made[0].shards == made[1].shards > 2 and len(ours) == len(theirs)
+    a, b = (found.read(range(len(found))) for found in (ours, theirs))
+    assert list(a) == list(b)
+    for name, wanted in b.items():
+        assert torch.allclose(a[name].double(), wanted.double(), atol=1e-4, rtol=1e-4), name
+
+
+def test_a_harvest_goes_on_with_its_own_engine_alone(engine: Engine, bridge: TransformerBridge, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"hook_points": [POST], "context_size": 30, "dtype": "float32", "tokens_per_shard": 100}
+    documents = prompts_of(random.Random(4), 8)
+    first = harvest(engine, documents, out=tmp_path / "a", **options)
+    before = Activations(tmp_path / "a").read(range(first.rows))[POST]
+    (tmp_path / "a" / "shard-000001.arrow").unlink()
+    assert harvest(engine, documents, out=tmp_path / "a", **options).made == 1
+    assert torch.allclose(Activations(tmp_path / "a").read(range(first.rows))[POST], before, atol=1e-4)
+    with pytest.raises(MixError, match="engine: it has 'vllm', given was None"):
+        harvest(bridge, documents, out=tmp_path / "a", **options)
+    function = [("blocks.0.hook_resid_mid", lambda x, hook: x)]
+    for wrong, error, match in (
+        ({"hook_points": ["blocks.0.attn.hook_result"]}, ValueError, "hook_result is not offered in this engine"),
+        ({"interventions": function}, TypeError, "an engine's pass holds no Python"),
+        ({"context_size": 128}, HarvestError, "has a context of 127 in this engine"),
+        ({"engine": "ray"}, HarvestError, "this model is in vLLM|needs Ray"),
+        ({"model_dtype": "float32"}, HarvestError, "start an engine with what it takes"),
+    ):
+        with pytest.raises(error, match=match):
+            harvest(engine, documents, out=tmp_path / "b", **{**options, **wrong})
+
+
+def test_an_engine_whose_proof_fails_leaves_no_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(of_engine.EngineProof):
+        def differences(self, answers: Any) -> dict[str, str]:
+            raise RuntimeError("no proof")
+
+    monkeypatch.setattr(of_engine, "EngineProof", Broken)
+    monkeypatch.setattr(of_engine.kept, "folder", lambda: None)
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    with pytest.raises(RuntimeError, match="no proof"):
+        Engine(folder, [POST], **OPTIONS)
+    left = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
+    assert not [process for process in psutil.wait_procs(left, timeout=20)[1] if "EngineCore" in process.name()]
 
 
 @pytest.mark.slow

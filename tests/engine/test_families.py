@@ -41,7 +41,15 @@ FAMILIES = {
     "MixtralConfig": {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
 }  # fmt: skip
 #: The points that every one of them has.
-EVERY = ["hook_resid_pre", "hook_resid_post", "hook_attn_out", "hook_mlp_out", "attn.hook_v", "attn.hook_z"]
+EVERY = [
+    "hook_resid_pre",
+    "hook_resid_post",
+    "hook_attn_out",
+    "hook_mlp_out",
+    "attn.hook_v",
+    "attn.hook_z",
+    "attn.hook_pattern",
+]
 
 
 def saved(config: transformers.PretrainedConfig, folder: Path) -> torch.nn.Module:
@@ -66,7 +74,7 @@ def test_a_family(name: str, tmp_path: Path) -> None:
         assert set(wanted) <= set(engine.offered()), {point: engine.refused.get(point) for point in wanted}
         drawn = random.Random(0)
         prompts = prompts_of(drawn, 8)
-        points = drawn.sample(wanted[:4] + wanted[6:10], 8)
+        points = drawn.sample(wanted[:4] + wanted[7:11], 8)
         vectors = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
         each = [Interventions([(point, Add(vector, 0.5))]) for point, vector in zip(points, vectors, strict=True)]
         assert_alone(engine, bridge, prompts, each, 5, wanted)

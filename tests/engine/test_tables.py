@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from bridge.interventions import (
     Add,
     AddScaled,
     Cap,
+    Clamp,
     Operation,
     Probe,
     ProjectOnto,
@@ -41,11 +43,12 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 ON_STREAM = [
     Add(draw(D), 0.5), Add(2.0), Add(draw(D), features=[1, 5]), Scale(0.5), Scale(draw(D)), Set(draw(D)), Set(0.25),
     Zero(), Zero(features=slice(0, 8)), ProjectOut(draw(D)), ProjectOut(draw(2, D)), ProjectOnto(draw(2, D)),
-    ProjectOnto(draw(D), features=slice(3, 9)), AddScaled(draw(D), 0.7),
+    ProjectOnto(draw(D), features=slice(3, 9)), AddScaled(draw(D), 0.7), Cap(draw(D), 0.3), Cap(draw(D), -1.0),
 ]  # fmt: skip
 ON_HEADS = [
     Add(draw(D_HEAD)), Add(draw(HEADS, D_HEAD)), Add(draw(D_HEAD), heads=[0, 2]), Scale(0.0, heads=-1), Zero(heads=1),
     Set(draw(D_HEAD), heads=3), ProjectOut(draw(D_HEAD)), ProjectOnto(draw(D_HEAD), heads=1),
+    Cap(draw(D_HEAD), 0.2), Cap(draw(D_HEAD), -0.2, heads=[1, 3]),
 ]  # fmt: skip
 
 
@@ -70,6 +73,62 @@ def test_a_row_does_at_some_columns_what_the_operation_does(bridge: TransformerB
     assert torch.allclose(row_of(operation, hook, QUERIES)(x), wanted, atol=1e-6)
 
 
+class SAE(torch.nn.Module):
+    """One with random weights: features above thresholds, all that are positive, all, or the largest."""
+
+    def __init__(self, kind: str, width: int = D) -> None:
+        super().__init__()
+        self.kind = kind
+        self.w, self.b = torch.nn.Parameter(draw(width, 50, seed=1) / 5), torch.nn.Parameter(draw(50, seed=2))
+        self.d, self.c = torch.nn.Parameter(draw(50, width, seed=3)), torch.nn.Parameter(draw(width, seed=4))
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        before = (x - self.c) @ self.w + self.b
+        if self.kind == "top":
+            return before * (before >= before.topk(8).values[..., -1:])
+        return before if self.kind == "linear" else before * (before > {"jump": 0.7, "relu": 0.0}[self.kind])
+
+    def decode(self, features: torch.Tensor) -> torch.Tensor:
+        return features @ self.d + self.c
+
+
+ON_FEATURES = [
+    Add(3.0, features=[4]),
+    Add(draw(50)),
+    Scale(2.0, features=[1, 7]),
+    Zero(features=slice(0, 5)),
+    Set(1.5, features=9),
+]
+
+
+@pytest.mark.parametrize("kind", ["linear", "relu", "jump"])
+@pytest.mark.parametrize("operation", ON_FEATURES, ids=lambda op: type(op).__name__)
+def test_a_row_does_what_an_operation_does_at_features(kind: str, operation: Operation) -> None:
+    bridge = TransformerBridge(tiny("llama"), None)
+    hook, x = bridge.add_basis("blocks.1.hook_resid_post", "sae", sae := SAE(kind)), draw(40, D, seed=9) * 3
+    features = sae.encode(x)
+    wanted = x + sae.decode(operation(features[None].clone(), hook)[0]) - sae.decode(features)
+    row = row_of(operation, hook, STREAM)
+    assert torch.allclose(row(x.double()).float(), wanted, atol=1e-3)
+    assert len(row.out) == {"Scale": 2, "Zero": 5, "Set": 1}.get(type(operation).__name__, 0)
+
+
+def test_features_that_no_row_has_are_refused() -> None:
+    bridge = TransformerBridge(tiny("llama"), None)
+    hook = bridge.add_basis("blocks.1.hook_resid_post", "top", SAE("top"))
+    with pytest.raises(ValueError, match="no row of a table does what it does"):
+        row_of(Zero(features=[0, 1]), hook, STREAM)
+    with pytest.raises(ValueError, match="changes features of a vector by Add, Scale, Set and Zero"):
+        row_of(Cap(draw(50), 0.0), hook, STREAM)
+    heads = bridge.add_basis("blocks.1.attn.hook_q", "sae", SAE("relu", D_HEAD))
+    with pytest.raises(ValueError, match="changes features of a vector"):
+        row_of(Zero(features=[0]), heads, QUERIES)
+    whole = bridge.add_basis("blocks.1.hook_resid_post", "whole", SAE("relu"), error="drop")
+    with pytest.raises(ValueError, match="where what the basis does not explain is kept"):
+        row_of(Zero(features=[0]), whole, STREAM)
+    assert len(row_of(Add(1.0, features=[0]), hook, STREAM).out) == 0  # the same whatever the features are
+
+
 def applied(rows: SiteRows, x: torch.Tensor, prompt: int) -> torch.Tensor:
     """What an engine's pass makes of all tokens of a request."""
     code = sum(choice.mask(0, len(x), prompt).long() * 2**place for place, choice in enumerate(rows.choices))
@@ -78,7 +137,9 @@ def applied(rows: SiteRows, x: torch.Tensor, prompt: int) -> torch.Tensor:
         if its in rows.codes:
             t = {name: table[rows.codes.index(its)] for name, table in rows.tables.items()}
             one = x[token]
-            made[token] = one * t["scale"] + t["add"] + t["norm"] * one.norm() + (t["read"] @ one) @ t["out"]
+            along = t["read"] @ one + t["bias"]
+            along = along * (along > t["threshold"])
+            made[token] = one * t["scale"] + t["add"] + t["norm"] * one.norm() + along @ t["out"]
     return made
 
 
@@ -92,7 +153,9 @@ def test_several_operations_with_several_choices_of_tokens(bridge: TransformerBr
     x, prompt = draw(9, D, seed=4), 6
     wanted = x[None]
     for operation in operations:
-        chosen = {"positions": slice(0, 4)} if isinstance(operation, AddScaled) else {"positions": None, "part": "all"}
+        chosen: dict[str, Any] = (
+            {"positions": slice(0, 4)} if isinstance(operation, AddScaled) else {"positions": None, "part": "all"}
+        )
         if isinstance(operation, ProjectOut):
             chosen = {"positions": prompt - 1}  # a run's prompt is all of it
         if isinstance(operation, Zero):
@@ -116,7 +179,7 @@ def test_the_key_is_of_what_is_done(bridge: TransformerBridge) -> None:
 def test_what_no_row_holds_is_refused_by_name(bridge: TransformerBridge) -> None:
     hook, places = bridge.hook_dict["blocks.1.hook_resid_post"], {"blocks.1.hook_resid_post": STREAM}
     probe = Probe(draw(D), "sure")
-    for operation in (Cap(draw(D), 0.0), probe, Add(1.0, where=probe > 0.5)):
+    for operation in (Clamp(0.0, 1.0), probe, Add(1.0, where=probe > 0.5)):
         with pytest.raises(ValueError, match=f"{type(operation).__name__} at blocks.1.hook_resid_post"):
             lower([(hook, operation)], places, 1)
     assert {kind.__name__ for kind in LOWERED} <= set(OPERATIONS)
@@ -126,6 +189,8 @@ def test_what_no_row_holds_is_refused_by_name(bridge: TransformerBridge) -> None
         lower([(hook, ProjectOut(draw(2, D)))], places, 1)
     with pytest.raises(ValueError, match="AddScaled can only be the first"):
         lower([(hook, Scale(2.0)), (hook, AddScaled(draw(D)))], places, 1)
+    with pytest.raises(ValueError, match=r"Cap at .*: a cap or a feature that others change before"):
+        lower([(hook, ProjectOut(draw(D))), (hook, Cap(draw(D, seed=1), 0.0))], places, 2)
     with pytest.raises(ValueError, match="at most 3 choices of tokens"):
         lower([(hook, Add(1.0, positions=place)) for place in range(4)], places, 1)
     with pytest.raises(ValueError, match="a part of a tensor"):
@@ -143,7 +208,8 @@ def test_which_points_an_engine_may_have(bridge: TransformerBridge) -> None:
     assert query["columns"] == list(range(32)) and not query["through"]
     middle = said["blocks.1.hook_resid_mid"]
     assert isinstance(middle, dict) and middle["through"] and middle["width"] == 32
-    assert "inside of a module's forward" in said["blocks.1.attn.hook_pattern"]
+    assert said["blocks.1.attn.hook_pattern"] == {"path": "layers.1.self_attn", "kind": "attention", "key": "pattern"}
+    assert "computed" in said["blocks.1.attn.hook_result"]
     assert "computed" in said["blocks.1.ln1.hook_normalized"]
 
 

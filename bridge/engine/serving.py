@@ -1,0 +1,169 @@
+"""vLLM's OpenAI-compatible server, whose requests name saved interventions.
+
+A request says ``vllm_xargs: {"interventions": "steer.safetensors"}``. The file has to be in a folder that the server
+was started with; it is read as data (`bridge.interventions.load`), lowered to rows, and put into the tables while the
+request runs. The salt of its prefix is made of what it does, whatever the client says of salts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bridge.engine import insides
+from bridge.engine.engine import Engine
+from bridge.engine.tables import EngineEdit, packed
+from bridge.hooks.names import NamesFilter
+from bridge.interventions import load
+
+#: What a request calls its file.
+_NAME = "interventions"
+
+
+def serve(
+    model: str | PathLike[str], points: NamesFilter, folders: Sequence[str | PathLike[str]], *, host: str = "127.0.0.1",
+    port: int = 8000, dtype: torch.dtype | None = None, rows: int = 64, rank: int = 1, **options: Any,
+) -> None:  # fmt: skip
+    """Serves a model until it is interrupted. The points are proved first, in an engine that ends before.
+
+    Args:
+        model, points, dtype, rows, rank, options: as for `Engine`.
+        folders: where saved interventions may be; a request names a file in one of them.
+        host, port: where the server listens.
+
+    Raises:
+        ValueError: a point that is not offered, with the reason; as for `Engine` besides.
+        NotADirectoryError: a folder that is none.
+    """
+    for folder in folders:
+        if not Path(folder).is_dir():
+            raise NotADirectoryError(f"folders= names {folder}, which is no folder")
+    engine = Engine(model, points, dtype=dtype, rows=rows, rank=rank, **options)
+    engine.close()
+    if engine.refused:
+        name, why = next(iter(engine.refused.items()))
+        raise ValueError(f"{name} is not offered in this engine: {why}")
+    edits = SavedEdits(engine, folders, rows)
+    insides.serve(*engine.started_with, {"host": host, "port": port}, options, edits.around)
+
+
+class SavedEdits:
+    """Whose rows are in the tables of a server's engine.
+
+    Args:
+        engine: one that proved the points, and knows their places.
+        folders: where files may be.
+        rows: how many rows the tables of a site have.
+    """
+
+    def __init__(self, engine: Engine, folders: Sequence[str | PathLike[str]], rows: int) -> None:
+        self._engine, self._folders, self._rows = engine, [Path(folder).resolve() for folder in folders], rows
+        self._known: dict[tuple[Path, int, int], EngineEdit] = {}
+        self._there: dict[str, EngineEdit] = {}
+        self._running: Counter[str] = Counter()
+        self._changed = asyncio.Condition()
+
+    def edit(self, name: object) -> EngineEdit:
+        """That of a file.
+
+        Args:
+            name: of the file, in one of the folders.
+
+        Raises:
+            ValueError: there is none, it is elsewhere, or it cannot be had here.
+        """
+        paths = [(folder / str(name)).resolve() for folder in self._folders]
+        found = [p for p, folder in zip(paths, self._folders, strict=True) if p.is_relative_to(folder) and p.is_file()]
+        if not isinstance(name, str) or not found:
+            raise ValueError(f"there is no file {name!r} in the folders of interventions that are served here")
+        stat = found[0].stat()
+        key = found[0], stat.st_mtime_ns, stat.st_size
+        if key not in self._known:
+            try:
+                self._known[key] = self._engine.edit(load(found[0], self._engine.bridge))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{name}: {error}") from error
+        return self._known[key]
+
+    def around(self, client: Any) -> None:
+        """Has a client of vLLM's engine look at what its requests name.
+
+        Args:
+            client: vLLM's `AsyncLLM`.
+        """
+        generate, rpc = client.generate, client.collective_rpc
+
+        async def edited(prompt: Any, params: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+            said = dict(params.extra_args or {})
+            if "bridge" in said:
+                raise ValueError("vllm_xargs has 'bridge', which is not for clients")
+            edit = self.edit(said.pop(_NAME)) if _NAME in said else None
+            own, salt = prompt.get("cache_salt"), "plain" if edit is None else edit.key
+            if edit is not None or own is not None:  # nobody chooses the salt of another's edit
+                prompt = {**prompt, "cache_salt": f"{salt} {own or ''}"}
+            if edit is None:
+                async for out in generate(prompt, params, *args, **kwargs):
+                    yield out
+                return
+            try:
+                edit.check_prompt(len(prompt["prompt_token_ids"]))
+            except IndexError as error:
+                raise ValueError(str(error)) from error
+            params.extra_args = {**said, "bridge": {"number": 0, "capture": [], "edit": edit.key}}
+            await self._begin(edit, rpc)
+            try:
+                async for out in generate(prompt, params, *args, **kwargs):
+                    yield out
+            finally:
+                await self._end(edit)
+
+        client.generate = edited
+
+    async def _begin(self, edit: EngineEdit, rpc: Callable[..., Any]) -> None:
+        """Waits until there are rows for it, and fills them."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: edit.key in self._there or self._fits(edit))
+            self._running[edit.key] += 1
+            if edit.key not in self._there:
+                if not self._fit([*self._there.values(), edit]):  # those that nobody asks for any more make room
+                    self._there = {key: there for key, there in self._there.items() if self._running[key]}
+                self._there[edit.key] = edit
+                await rpc("bridge_edit", args=packed(list(self._there.values())))
+
+    async def _end(self, edit: EngineEdit) -> None:
+        async with self._changed:
+            self._running[edit.key] -= 1
+            self._changed.notify_all()
+
+    def _fits(self, edit: EngineEdit) -> bool:
+        return self._fit([*(there for key, there in self._there.items() if self._running[key]), edit])
+
+    def _fit(self, edits: Iterable[EngineEdit]) -> bool:
+        used: Counter[int] = Counter()
+        for site in (site for edit in edits for site in edit.sites):
+            used[site.site] += len(site.codes)
+        return all(count <= self._rows for count in used.values())
+
+
+async def refuse_beams(request: Any, call_next: Any) -> Any:
+    """A step of the server: vLLM's beam search forgets what ``vllm_xargs`` says.
+
+    Args:
+        request, call_next: of Starlette.
+    """
+    if request.method == "POST" and "json" in request.headers.get("content-type", ""):
+        body = await request.json()
+        if isinstance(body, dict) and body.get("use_beam_search") and _NAME in (body.get("vllm_xargs") or {}):
+            said = {
+                "message": "interventions cannot be had with use_beam_search",
+                "type": "BadRequestError",
+                "code": 400,
+            }
+            return insides.json_response({"error": said}, 400)
+    return await call_next(request)

@@ -1,0 +1,143 @@
+"""vLLM's server with requests that name saved interventions: each answer is what `bridge.generate` gives alone."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bridge import TransformerBridge
+from bridge.embedded import MODEL_DIR
+from bridge.interventions import Add, Interventions, Zero
+from tests.engine.test_engine import pytestmark  # noqa: F401
+
+PROMPTS = ["When Mary and John went to the store, John gave a drink to", "Mary and", "The king of France is", "1 2 3 4"]
+POINT = "blocks.1.hook_resid_post"
+
+
+@pytest.fixture(scope="module")
+def bridge() -> TransformerBridge:
+    return TransformerBridge.boot_embedded()
+
+
+@pytest.fixture(scope="module")
+def edits(bridge: TransformerBridge) -> dict[str, Interventions]:
+    vector = torch.randn(bridge.cfg.d_model, generator=torch.Generator().manual_seed(0))
+    return {
+        "add": Interventions([(POINT, Add(2 * vector))], bridge),
+        "later": Interventions([(POINT, Add(-3 * vector, part="generated"))], bridge),
+        "less": Interventions([(POINT, Zero(features=slice(0, 40)))], bridge),
+        "far": Interventions([(POINT, Zero(positions=50))], bridge),
+        "other": Interventions([("blocks.2.hook_resid_post", Add(vector))], bridge),
+    }
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory, edits: dict[str, Interventions]) -> Iterator[str]:
+    """The server of docs/engine.md, on a port of its own, with room for two edits at once."""
+    folder = tmp_path_factory.mktemp("served")
+    (folder / "saved").mkdir()
+    for name, its in edits.items():
+        its.save(folder / "saved" / f"{name}.safetensors")
+    edits["add"].save(folder / "outside.safetensors")
+    (folder / "saved" / "link.safetensors").symlink_to(folder / "outside.safetensors")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    page = (Path(__file__).parents[2] / "docs" / "engine.md").read_text()
+    code = page.split("```text\n# serve.py\n")[1].split("```")[0]
+    more = f"port={port}, rows=2, enforce_eager=True, max_model_len=128, gpu_memory_utilization=0.05"
+    assert "port=8000" in code
+    (folder / "serve.py").write_text(code.replace("port=8000", more))
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen([sys.executable, "serve.py"], cwd=folder, stdout=log, stderr=log)
+    try:
+        for _ in range(240):
+            time.sleep(1)
+            assert process.poll() is None, (folder / "log").read_text()[-4000:]
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health"):
+                    break
+            except urllib.error.URLError:
+                continue
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def asked(address: str, prompt: str, **more: Any) -> tuple[int, object]:
+    """The status of an answer, and its tokens or its error."""
+    body = {"model": str(MODEL_DIR), "prompt": prompt, "max_tokens": 6, "temperature": 0, "ignore_eos": True, **more}
+    body["return_token_ids"] = True
+    request = urllib.request.Request(
+        f"{address}/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.loads(answer.read())["choices"][0]["token_ids"]
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def alone(bridge: TransformerBridge, prompt: str, edits: Interventions | None) -> list[int]:
+    """The tokens; the server puts no BOS before texts where the tokenizer does not."""
+    with bridge.hooks(fwd_hooks=list(edits or ())):
+        made = bridge.generate(
+            prompt, 6, do_sample=False, stop_at_eos=False, verbose=False, prepend_bos=False, return_type="tokens"
+        )
+    return made[0, -6:].tolist()
+
+
+def test_requests_at_once_are_what_each_is_alone(
+    address: str, bridge: TransformerBridge, edits: dict[str, Interventions]
+) -> None:
+    """More edits than there are rows, beside plain requests, with the same prompts; and a client's own salt."""
+    rows = [(prompt, name) for _ in range(3) for prompt in PROMPTS for name in (None, "add", "later", "less")]
+
+    def ask(row: tuple[str, str | None]) -> tuple[int, object]:
+        prompt, name = row
+        more = {} if name is None else {"vllm_xargs": {"interventions": f"{name}.safetensors"}}
+        return asked(address, prompt, **more, **({"cache_salt": "mine"} if len(prompt) % 2 else {}))
+
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(ask, rows))
+    for (prompt, name), answer in zip(rows, answers, strict=True):
+        assert answer == (200, alone(bridge, prompt, edits[name] if name else None)), (prompt, name)
+    assert len({str(tokens) for _, tokens in answers}) > 2 * len(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"interventions": "nowhere.safetensors"}, "no file 'nowhere.safetensors' in the folders"),
+        ({"interventions": "../outside.safetensors"}, "no file '../outside.safetensors' in the folders"),
+        ({"interventions": "link.safetensors"}, "no file 'link.safetensors' in the folders"),
+        ({"interventions": 3}, "no file 3 in the folders"),
+        ({"interventions": "other.safetensors"}, "blocks.2.hook_resid_post is not among the points"),
+        ({"interventions": "far.safetensors"}, "a position is 50, and there are"),
+        ({"bridge": "edit"}, "not for clients"),
+    ],
+)
+def test_what_cannot_be_is_an_error_of_the_client(address: str, said: dict[str, object], why: str) -> None:
+    code, text = asked(address, "Mary and", vllm_xargs=said)
+    assert code == 400 and why in str(text), text
+
+
+def test_beams_with_interventions_are_refused(address: str) -> None:
+    code, text = asked(
+        address, "Mary and", use_beam_search=True, n=2, vllm_xargs={"interventions": "add.safetensors"}
+    )  # fmt: skip
+    assert code == 400 and "use_beam_search" in str(text)
+    assert asked(address, "Mary and", use_beam_search=True, n=2)[0] == 200
