@@ -106,7 +106,7 @@ def table(positions: int) -> list[str]:
     held: dict[str, float] = {}
     timed = alternated(
         {name: watched(name, job, held) for name, job in jobs_of(positions).items()},
-        3 if positions <= 4096 else 2,
+        3 if positions <= 4096 else 2 if positions <= 8192 else 1,
         clock=time.process_time,
     )
     held[NULL] = held[PLAIN]
