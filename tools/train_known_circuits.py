@@ -52,6 +52,7 @@ def shape(task: Compiled) -> dict[str, Any]:
 
 
 def model_of(program: str, facts: dict[str, Any], seed: int = 0) -> TransformerBridge:
+    """An untrained model for a program: four layers with norms, as wide as `facts` say."""
     return TransformerBridge.boot_native(
         NativeConfig(
             **facts, attention_dir="bidirectional", model_name=program, default_prepend_bos=False, seed=seed

@@ -438,12 +438,16 @@ def _frame_of_call() -> FrameType | None:
     return frame
 
 
+#: What keys and values of a batch are marked with: any bridge of the model has to know them.
+_BEGUN_BY_BATCH = "begun_by_batch"
+
+
 def mark_as_of_batch(cache: PagedAttentionCache) -> None:
     """Says that the passes with these keys and values are begun by a batch of a bridge, whichever hook is called first.
 
     Where the base model is the whole, the hooks of a batch and of a boundary stand at one module.
     """
-    cache.begun_by_batch = True  # type: ignore[attr-defined]  # another bridge of the model must know it too
+    setattr(cache, _BEGUN_BY_BATCH, True)
 
 
 def is_of_batch(kwargs: dict[str, Any]) -> bool:
@@ -458,7 +462,7 @@ def is_of_batch(kwargs: dict[str, Any]) -> bool:
     cache = kwargs.get("cache")
     if not isinstance(cache, PagedAttentionCache):
         return False
-    if not getattr(cache, "begun_by_batch", False):
+    if not getattr(cache, _BEGUN_BY_BATCH, False):
         raise RuntimeError(
             "hooks are attached to this model, and its own generate_batch (continuous batching) would run without "
             "those of a `with` statement, and show the others all requests as one row: use bridge.generate_batch"
