@@ -178,9 +178,10 @@ class Step:
 
     @property
     def changes_its_result(self) -> bool:
-        """Whether what the part puts out and what is added to the stream are two things, with a hook point each.
+        """Whether what the part puts out and what is added to the stream are two things for decompositions, too.
 
         A factor and a bias behind the part are no such change: HookedTransformer has them in the last matrix and bias.
+        (They have a hook point each all the same.)
         """
         return self.post is not None or self.last_factor is None
 

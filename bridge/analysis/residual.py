@@ -476,8 +476,9 @@ class ResidualMethods(AttributionMethods):
     ) -> Stack:
         """What each head of the layers before `layer` writes, without the output biases.
 
-        A layer's heads and its ``b_O`` sum to its `attn.hook_out`, which is what is added to the residual stream, but
-        where a norm follows attention. (In BERT they are what the stream's own norms leave of that at `layer`.)
+        A layer's heads and its ``b_O`` sum to its `hook_attn_out`, which is what is added to the residual stream, but
+        to its `attn.hook_out` where a norm follows attention. (In BERT they are what the stream's own norms leave of
+        that at `layer`.)
 
         Args:
             layer: heads before this layer; None or -1: all.
@@ -515,7 +516,7 @@ class ResidualMethods(AttributionMethods):
     ) -> Float[Tensor, "..."]:
         """What each neuron of a layer writes: its activation times its row of ``W_out``.
 
-        A layer's neurons and its ``b_out`` sum to its `mlp.hook_out`.
+        A layer's neurons and its ``b_out`` sum to its `hook_mlp_out`, or to its `mlp.hook_out` where a norm follows.
 
         Args:
             layer: the block.

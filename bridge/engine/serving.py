@@ -129,12 +129,13 @@ class SavedEdits:
         """Waits until there are rows for it, and fills them."""
         async with self._changed:
             await self._changed.wait_for(lambda: edit.key in self._there or self._fits(edit))
-            self._running[edit.key] += 1
             if edit.key not in self._there:
-                if not self._fit([*self._there.values(), edit]):  # those that nobody asks for any more make room
-                    self._there = {key: there for key, there in self._there.items() if self._running[key]}
-                self._there[edit.key] = edit
-                await rpc("bridge_edit", args=packed(list(self._there.values())))
+                asked_for = {key: there for key, there in self._there.items() if self._running[key]}
+                kept = self._there if self._fit([*self._there.values(), edit]) else asked_for
+                self._there = asked_for  # of the others nothing is known where this fails
+                await rpc("bridge_edit", args=packed([*kept.values(), edit]))
+                self._there = {**kept, edit.key: edit}
+            self._running[edit.key] += 1
 
     async def _end(self, edit: EngineEdit) -> None:
         async with self._changed:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.parametrize import cached
 
+from adapters.norms import at_least_float32
 from adapters.views.basis import Basis, dense
 from bridge.analysis.analysis import refuse_training
 from bridge.bases.bases import Directions, Rotation
@@ -190,7 +191,7 @@ def fit_rotation(
     refuse_training(bridge)
     generator = torch.Generator().manual_seed(seed)
     train, test = _split(one, other, labels, held_out, generator)
-    search = _Alignment(one, other, labels, point, position, source_position, among)
+    search = _Alignment(one, other, labels, point, position, source_position, among, bridge.cfg.d_vocab_out)
 
     def fitted(model: TransformerBridge, wanted: Tensor) -> tuple[Rotation, list[float], float]:
         exchange = search.new(model, dimension, torch.Generator().manual_seed(seed))
@@ -234,7 +235,9 @@ class _Along(nn.Module):
         self.rotation = rotation
 
     def forward(self, here: Tensor, there: Tensor) -> Tensor:
-        return here + self.rotation.decode(self.rotation.encode(there) - self.rotation.encode(here))
+        kind = next(self.rotation.parameters()).dtype
+        one, other = here.to(kind), there.to(kind)
+        return (one + self.rotation.decode(self.rotation.encode(other) - self.rotation.encode(one))).to(here.dtype)
 
 
 class _Whole(nn.Module):
@@ -307,6 +310,7 @@ class _Alignment:
         position: int,
         source_position: int | None,
         among: Tensor | None,
+        n_answers: int,
     ) -> None:
         self.base, self.source, self.among = base, source, among
         shape, n = base["input_ids"].shape, len(labels)
@@ -318,6 +322,10 @@ class _Alignment:
         there = position if source_position is None else source_position
         self.source_places = places_of(source.get("attention_mask"), there, source["input_ids"].shape)
         self.wanted = labels
+        if among is None and not bool(((labels >= 0) & (labels < n_answers)).all()):
+            raise ValueError(
+                f"labels go from {int(labels.min())} to {int(labels.max())}, the answers to {n_answers - 1}"
+            )
         if among is not None:
             places = (labels[:, None] == among[None].to(labels)).int()
             if not bool(places.any(1).all()):
@@ -345,8 +353,8 @@ class _Alignment:
 
     def new(self, bridge: TransformerBridge, dimension: int, generator: torch.Generator) -> _Along:
         """A random subspace."""
-        rotation = Rotation(self.source_of(bridge).shape[-1], dimension, generator=generator)
-        return _Along(rotation.to(self.source_of(bridge)))
+        like = at_least_float32(self.source_of(bridge)[:1])  # half precision knows no orthogonal matrices
+        return _Along(Rotation(like.shape[-1], dimension, generator=generator).to(like))
 
     def answers(self, bridge: TransformerBridge, exchange: nn.Module | None, rows: Tensor) -> Float[Tensor, "rows n"]:
         """The logits at the last position after the exchange of activations; without one, as they are."""
@@ -537,6 +545,8 @@ def interchange_table(
     for method in methods:
         check_choice("method", method, EXCHANGES)
     check_positive("dimension", dimension)
+    check_positive("steps", steps)
+    check_positive("batch_size", batch_size)
     if "features" in methods and (without := sorted(set(points) - set(features or ()))):
         raise ValueError(f"there are no features for {without[0]}: give the basis at each point")
     one, other = (prompts_with(bridge, each, model_kwargs) for each in (base, source))
@@ -545,7 +555,7 @@ def interchange_table(
     sizes, before = torch.zeros(accuracy.shape, dtype=torch.long), 0.0
     for column, position in enumerate(positions):
         for row, point in enumerate(points):
-            search = _Alignment(one, other, labels, point, position, None, among)
+            search = _Alignment(one, other, labels, point, position, None, among, bridge.cfg.d_vocab_out)
             before = search.accuracy(bridge, None, search.wanted, test)
             for at, method in enumerate(methods):
                 generator = torch.Generator().manual_seed(seed)

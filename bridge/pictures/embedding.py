@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import functools
 import gzip
+import hashlib
 import html
 import json
 from pathlib import Path
@@ -33,8 +34,6 @@ _DRAW = _file("draw.js")
 _UNPACK = _file("unpack.js")
 
 
-#: What the file of the library is called, where pages link to it.
-LIBRARY = "vega.js"
 #: What the bundle is to leave for the drawing script.
 _GLOBALS = "window.vegaEmbed = vegaEmbed; window.vega = vega; window.vegaLite = vegaLite;"
 
@@ -109,20 +108,32 @@ def _packed_library() -> str:
     return base64.b64encode(gzip.compress(library().encode(), mtime=0)).decode()
 
 
+@functools.cache
+def library_name() -> str:
+    """What the library's file is called where pages link to it: another one, of another version, has another name.
+
+    Example:
+        >>> from bridge.pictures.embedding import library_name
+        >>> library_name().startswith("vega-") and library_name().endswith(".js")
+        True
+    """
+    return f"vega-{hashlib.sha256(library().encode()).hexdigest()[:8]}.js"
+
+
 def document(title: str, body: str, linked: bool = False) -> str:
     """A page that needs nothing but itself, or nothing but the library beside it.
 
     Args:
         title: its title, as text.
         body: its body, as HTML.
-        linked: the library is in the file `LIBRARY` of the page's folder.
+        linked: the library is in the file `library_name` of the page's folder.
 
     Example:
         >>> from bridge.pictures.embedding import document
         >>> "<title>Heads &amp; tails</title>" in document("Heads & tails", "<p>Text</p>")
         True
     """
-    held = f'<script src="{LIBRARY}"></script>' if linked else f"<script>{library()}</script>"
+    held = f'<script src="{library_name()}"></script>' if linked else f"<script>{library()}</script>"
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">\n'

@@ -32,7 +32,7 @@ from typing import Any
 import altair as alt
 import vl_convert
 
-from bridge.pictures.embedding import LIBRARY, document, fragment, library, output
+from bridge.pictures.embedding import document, fragment, library, library_name, output
 from bridge.pictures.style import configuration, dark_parameter
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -176,8 +176,8 @@ class Picture:
             path: where to; the ending says what: ``.html``, ``.png``, ``.svg`` or ``.pdf``.
             dark: on dark ground (an HTML page follows the reader's system).
             scale: of a PNG, how many pixels stand for one.
-            linked: of an HTML page: the drawing library (0.9 MB) is not inside but beside it, as ``vega.js``, once for
-                all pages of the folder.
+            linked: of an HTML page: the drawing library (0.9 MB) is not inside but in a file beside it, once for all pages
+                of the folder.
 
         Returns:
             The path.
@@ -197,7 +197,7 @@ class Picture:
             raise ValueError(f"{path.name} holds no drawing library that could be linked; an .html page does")
         match path.suffix.lower():
             case ".html" if linked:
-                path.with_name(LIBRARY).write_text(library(), encoding="utf-8")
+                path.with_name(library_name()).write_text(library(), encoding="utf-8")
                 path.write_text(document(self.title, self.fragment(), linked=True), encoding="utf-8")
             case ".html":
                 path.write_text(self.html(), encoding="utf-8")

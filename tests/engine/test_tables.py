@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +17,8 @@ import torch
 from bridge import TransformerBridge
 from bridge.engine.insides import EngineVersionError, check_vllm, started, vllm_version
 from bridge.engine.proof import engine_point, widths_of
-from bridge.engine.tables import LOWERED, EnginePlace, SiteRows, lower, packed, row_of, unpacked
+from bridge.engine.serving import SavedEdits
+from bridge.engine.tables import LOWERED, EngineEdit, EnginePlace, SiteRows, lower, packed, row_of, unpacked
 from bridge.interventions import (
     OPERATIONS,
     Add,
@@ -231,3 +236,46 @@ def test_what_was_not_tried_is_refused_by_name(option: str) -> None:
 def test_the_library_does_not_import_vllm() -> None:
     code = "import sys, bridge, bridge.engine; bridge.engine.Engine; assert 'vllm' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def edit_of(key: str) -> EngineEdit:
+    """One row at a site."""
+    return EngineEdit(key, (SiteRows(0, (), (0,), {"add": torch.zeros(1, 4)}),))
+
+
+class Worker:
+    """What a server's engine does: keeps the edits that it was sent last; it can fail, or be left while it is asked."""
+
+    def __init__(self) -> None:
+        self.there: list[str] = []
+        self.fails: BaseException | None = None
+
+    async def collective_rpc(self, name: str, args: tuple[str, bytes]) -> None:
+        await asyncio.sleep(0)
+        if self.fails is not None:
+            raise self.fails
+        self.there = [key for key, _ in json.loads(args[0])]
+
+    async def generate(self, prompt: Any, params: Any) -> AsyncIterator[list[str]]:
+        yield self.there
+
+
+def test_an_edit_is_there_when_its_request_begins_also_after_one_that_failed_or_was_left(monkeypatch):
+    worker, edits = Worker(), SavedEdits(SimpleNamespace(), [], rows=1)
+    monkeypatch.setattr(edits, "edit", edit_of)
+    edits.around(worker)
+
+    async def asks(name: str) -> list[str]:
+        params = SimpleNamespace(extra_args={"interventions": name})
+        return await anext(worker.generate({"prompt_token_ids": [1]}, params))
+
+    async def run() -> None:
+        for error in (RuntimeError("no worker"), asyncio.CancelledError()):
+            worker.fails = error
+            with pytest.raises(type(error)):
+                await asks("one")
+            worker.fails = None
+            assert await asks("one") == ["one"]
+            assert await asyncio.wait_for(asks("two"), 5) == ["two"]
+
+    asyncio.run(run())

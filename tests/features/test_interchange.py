@@ -15,6 +15,7 @@ from bridge.features import (
 )
 from bridge.tasks import embedded_pairs
 from tests.bases.common import SAE
+from tests.conftest import tiny
 
 POINT = "blocks.1.hook_resid_post"
 BASE = torch.tensor([[5, 17, 2, 30, 11], [8, 3, 50, 12, 7]])
@@ -176,3 +177,17 @@ def test_masks_find_the_coordinates_that_matter() -> None:
     axis = turned.columns[:, 0].detach()
     torch.testing.assert_close(mask(here, there).detach(), axis * (there @ axis))
     assert [*mask.parameters()] == [mask.given]
+
+
+def test_a_table_in_half_precision_and_arguments_that_mean_nothing() -> None:
+    bridge = TransformerBridge(tiny("llama").bfloat16())
+    tokens = torch.randint(3, 90, (8, 5), generator=torch.Generator().manual_seed(0))
+    labels = bridge(tokens.flip(0))[:, -1].argmax(-1)
+    given = (bridge, tokens, tokens.flip(0), labels, ["blocks.1.hook_resid_post"])
+    table = interchange_table(*given, dimension=4, steps=2)
+    assert table.accuracy[table.methods.index("full")].item() == 1.0
+    for wrong, said in (({"steps": 0}, "steps"), ({"batch_size": -1}, "batch_size")):
+        with pytest.raises(ValueError, match=said):
+            interchange_table(*given, **wrong)
+    with pytest.raises(ValueError, match="labels go from"):
+        interchange_table(*given[:3], labels + 10_000, given[4])
