@@ -52,6 +52,10 @@ NOTEBOOKS = {
     f"{ARENA}/part2_intro_to_mech_interp/solutions.py": (12, {
         10: "downloads weights before there is a model", 11: "uses them",
     }),
+    f"{ARENA}/part41_indirect_object_identification/solutions.py": (12, {
+        **dict.fromkeys((17, 20, 22, 24), "compares all layers, of which two are patched"),
+        45: "reads heads that `stack_head_results` puts in their cache, and means of singular vectors",
+    }),
     f"{ARENA}/part51_balanced_bracket_classifier/solutions.py": (2, {}),
     f"{ARENA}/part52_grokking_and_modular_arithmetic/solutions.py": (2, {
         2: "clones a repository", **dict.fromkeys((3, 4, 30, *range(44, 57)), "reads how a model was trained"),
@@ -83,6 +87,11 @@ EDITS = {
         "d_model=768": "d_model=96", "d_head=64": "d_head=8", "n_ctx=2048": "n_ctx=256", "seq_len = 50": "seq_len = 10",
         "seq_len=50": "seq_len=10", "batch_size=10": "batch_size=2", "batch_size = 10": "batch_size = 2",
         "n_samples = 300": "n_samples = 10",
+    },
+    f"{ARENA}/part41_indirect_object_identification/solutions.py": {
+        "N = 25": "N = 3", "tqdm(range(model.cfg.n_layers))": "tqdm(range(2))",
+        "product(range(model.cfg.n_layers), range(model.cfg.n_heads))": "product(range(2), range(3))",
+        "product(range(max(receiver_layers)), range(model.cfg.n_heads))": "product(range(2), range(3))",
     },
     f"{ARENA}/part51_balanced_bracket_classifier/solutions.py": {"N_SAMPLES = 5000": "N_SAMPLES = 200"},
     f"{ARENA}/part53_othellogpt/solutions.py": {
