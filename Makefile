@@ -86,7 +86,7 @@ programs: $(STAMP) .programs/.checked_out
 
 .programs/.checked_out: .programs/.installed $(if $(findstring .programs/reference,$(PROGRAMS_REFERENCE)),.programs/reference/.installed)
 ifeq ($(PROGRAMS),$(CURDIR)/.programs)
-	for each in $(REPOSITORIES); do \
+	@for each in $(REPOSITORIES); do \
 	    folder=.programs/$$(basename $${each%@*}); \
 	    test -d $$folder || git clone --quiet https://github.com/$${each%@*} $$folder || \
 	        { echo "$$each cannot be cloned: PROGRAMS=FOLDER names checkouts that you have"; exit 1; }; \

@@ -46,6 +46,7 @@ NOTEBOOKS = {
     f"{DEMOS}/Othello_GPT.ipynb": (2, {}),
     f"{ARENA}/part1_transformer_from_scratch/solutions.py": (12, {
         12: "prints shapes of parameters, which are the model's own",
+        **dict.fromkeys((16, 22, 23, 24, 25), "tests parts of GPT-2's size"),
         **dict.fromkeys(range(32, 40), "trains on texts that `tokenize_and_concatenate` joins in another way here"),
         **dict.fromkeys((40, 41, 45, 47, 51, 52, 53), TRAINED),
     }),
@@ -78,10 +79,9 @@ def _games(count):
 EDITS = {
     f"{ARENA}/part1_transformer_from_scratch/solutions.py": {
         "d_model: int = 768": "d_model: int = 48", "d_mlp: int = 3072": "d_mlp: int = 192",
-        "d_head: int = 64": "d_head: int = 4",
-        "n_ctx: int = 1024": "n_ctx: int = 256", "[2, 4, 768]": "[2, 4, 48]",
-        "N = 10_000": "N = 100", "N = 10000": "N = 100",
-        "num_beams=40": "num_beams=4",
+        "d_head: int = 64": "d_head: int = 4", "n_ctx: int = 1024": "n_ctx: int = 256",
+        'datasets.load_dataset("roneneldan/TinyStories", split="train")':
+            'datasets.Dataset.from_dict({"text": ["Once upon a time there was a cat." * 40] * 200})',
     },
     f"{ARENA}/part2_intro_to_mech_interp/solutions.py": {
         "d_model=768": "d_model=96", "d_head=64": "d_head=8", "n_ctx=2048": "n_ctx=256", "seq_len = 50": "seq_len = 10",
