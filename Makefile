@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE ?= 1
 # Beside .venv: TransformerLens 4.3 and nnsight.
 PEER := .peers
 
-.PHONY: demo test real slow sharded clients programs suites gpu export engine check docs notebooks pages format benchmarks models properties mutants matrix dist sdist extras clean
+.PHONY: demo test real slow sharded clients programs suites reference gpu export engine check docs notebooks pages format benchmarks models properties mutants matrix dist sdist extras clean
 
 demo: $(STAMP)
 	$(BIN)/python -m bridge demo
@@ -229,6 +229,18 @@ extras: dist
 matrix: $(STAMP)
 	PYTHONPATH=. $(BIN)/python benchmarks/versions.py --only '$(ONLY)' --pythons $(PYTHONS)
 
+# What TransformerLens, interp-engine and nnterp show under a name, beside what is shown here, on every causal type, and
+# docs/reference.md: about twenty minutes of processor time. `make reference TYPES="llama gpt2"` prints what differs in some.
+REFERENCE := .reference
+reference: $(STAMP) $(REFERENCE)/.installed
+	HF_HUB_OFFLINE=1 PYTHONPATH=$(REFERENCE):. $(BIN)/python benchmarks/reference.py $(TYPES)
+
+$(REFERENCE)/.installed: Makefile
+	rm -rf $(REFERENCE)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(REFERENCE) transformer-lens==4.3.0 interp-engine==1.14.2 nnterp==1.3.0 \
+	    nnsight==0.7.0 astor httpx httpcore h11 sniffio zstandard python-engineio python-socketio bidict simple-websocket wsproto
+	touch $@
+
 # Changes the code at random and lists what no test notices: `make mutants N=20 SEED=7 ONLY=bridge/hooks,adapters`. Which
 # test runs which line is measured first, where the library has changed since.
 N ?= 100
@@ -277,4 +289,4 @@ $(REAL)/.fetched: $(STAMP)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(GPU) $(EXPORT) $(ENGINE) $(CLIENTS) $(PEER) .programs .matrix build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(GPU) $(EXPORT) $(ENGINE) $(CLIENTS) $(PEER) $(REFERENCE) .programs .matrix build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -591,5 +591,7 @@ def qk_norm_points(points: PointList, part: Attention, module: str) -> None:
         if norm := projection.norm:
             heads, width = part.heads(letter), part.width(letter)
             axes = f"{heads}*{width}" if part.norms_over == "width" else f"{heads} {width}"
-            site = Site(join(module, norm.path), "output")
-            norm_points(points, f"{letter}_norm", norm.kind, site, view=view, axes=f"batch {points.pos} {axes}")
+            path, name, axes = join(module, norm.path), f"{letter}_norm", f"batch {points.pos} {axes}"
+            points.add(f"{name}.hook_in", Site(path, "input"), view, axes, group="extra")
+            norm_points(points, name, norm.kind, Site(path, "output"), view=view, axes=axes)
+            points.add(f"{name}.hook_out", Site(path, "output"), view, axes, group="extra")

@@ -480,6 +480,7 @@ class BlockBuilder:
             self._add_own_input(named, False, at, SharedNormInput(), (entry,))
         separate_consumers = self._separate_readers(named)
         norm_points(self.points, named.norm, norm.kind, at, shared=entry, separate_consumers=separate_consumers)
+        self.points.add(f"{named.norm}.hook_out", at, Branch(), group="extra", separate_consumers=separate_consumers)
 
     def _separate_readers(self, named: NamedStep) -> tuple[str, ...]:
         """Queries, keys and values, which HookedTransformer gives a norm each (see `Point.separate_consumers`)."""
@@ -552,10 +553,10 @@ class BlockBuilder:
         chain = step.output_transform
         scaled = through(chain)
         more = self.rows if chain and parameters_of(chain) else ()
-        if step.changes_its_result:
+        if step.changes_its_result or chain:
             self._add(flat, f"{name}.hook_out", returned, group="extra", aliases=projection)
-        else:
-            aliases = (f"{name}.hook_out", *projection)
+        if not step.changes_its_result:
+            aliases = () if chain else (f"{name}.hook_out", *projection)
             self._add(flat, f"hook_{name}_out", returned, scaled, aliases=aliases, sources=more)
         if isinstance(part, Attention):
             qk_norm_points(self.points.inside(name), part, join(self.path, part.path))

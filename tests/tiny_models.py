@@ -278,7 +278,7 @@ def add_noise(model: nn.Module) -> None:
     for parameter in model.parameters():
         constant = parameter.numel() > 0 and bool((parameter == parameter.flatten()[0]).all())
         if parameter.is_floating_point() and (parameter.requires_grad or constant):
-            wide = parameter.shape[-1] >= 512 and parameter.ndim > 1  # sums of so many are to stay as large
+            wide = parameter.ndim > 1 and parameter.shape[-1] >= 512  # sums of so many are to stay as large
             parameter.add_(torch.randn_like(parameter) * (0.025 if wide else 0.1))
             if not bool(torch.isfinite(parameter).all()):  # a parameter that nobody initialised
                 parameter.copy_(torch.randn_like(parameter) * 0.1)

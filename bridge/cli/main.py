@@ -34,6 +34,7 @@ _STATUS = """exit status:
   1    a check found something that does not hold (verify, declare, harvest --check)
   2    what was given cannot be done: the message says why
   130  interrupted (Ctrl-C)
+  141  nobody reads what is printed any more (... | head)
 """
 
 
@@ -189,12 +190,16 @@ def _done(given: argparse.Namespace) -> int:
     silent = redirect_stdout(StringIO()) if _follows(getattr(given, "tp", False)) else nullcontext()
     try:
         with silent:
-            return int(given.run(given))
+            status = int(given.run(given))
+            sys.stdout.flush()
+            return status
     except CommandError as error:
         return _refused(f"error: {error}")
     except FileNotFoundError as error:
         return _refused(error)
     except OSError as error:  # what transformers raises for what it cannot find or reach
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            return 141
         if given.model is None or Path(given.model).is_dir():
             raise
         return _refused(
@@ -206,6 +211,16 @@ def _done(given: argparse.Namespace) -> int:
 def _follows(tp: bool) -> bool:
     """Whether this is one of several processes, and not the first, which prints and writes."""
     return tp and os.environ.get("RANK", "0") != "0"
+
+
+def _nobody_reads() -> bool:
+    """Whether the reader of the output has left, as in `... | head`. What is left to be written then goes nowhere."""
+    try:
+        print(flush=True)  # what could not be written is given up by then: ask anew
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def _refused(message: Any) -> int:

@@ -53,6 +53,7 @@ from bridge.run.inputs import HookSpec
 from bridge.run.recorder import free_memory
 from bridge.run.run import check_specs
 from bridge.run.tokenization import TextOptions, as_tokens, batch_of, check_ids
+from bridge.wiring.compiled import mark_as_of_batch
 
 # ----------------------------------------------------------------------------------------------------------------------
 # How many requests are generated together: pages of keys and values, tokens of one pass, from model and memory.
@@ -622,9 +623,10 @@ class _Batch:
             raise
         self._attention.note_engines()
         manager._original_attn_impl = None  # it would give every part of the model the attention of the whole
+        assert manager.batch_processor is not None
+        cache = manager.batch_processor.cache
+        mark_as_of_batch(cache)
         if self.edits:
-            assert manager.batch_processor is not None
-            cache = manager.batch_processor.cache
             cache.update = partial(self._update, cache.update)  # type: ignore[method-assign]
         return manager
 

@@ -94,7 +94,10 @@ class _Parameter:
         if asked is not None and asked in self._fitting:
             return
         if not any(_fits(value, part) for part in self._members):
-            raise TypeError(f"{self._name} is {shown(value)}; {self._function} takes {self._words} there")
+            tokens, other = (any(_fits(x, part) for part in self._members) for x in (_TOKENS, _TOKENS.float()))
+            text = isinstance(value, str) or (isinstance(value, list | tuple) and isinstance((*value, 0)[0], str))
+            hint = "; bridge.to_tokens makes tokens of text" if text and tokens and not other else ""
+            raise TypeError(f"{self._name} is {shown(value)}; {self._function} takes {self._words} there{hint}")
         if asked is not None:
             if len(self._fitting) > 1000:
                 self._fitting.clear()
@@ -103,6 +106,8 @@ class _Parameter:
 
 #: How many elements of a container are looked at: a run may be given thousands.
 _LOOKED_AT = 8
+#: Tokens, to ask whether they would have been taken where text was not.
+_TOKENS = torch.zeros(1, 1, dtype=torch.long)
 #: What an annotation of a model has, and every model.
 _OF_MODELS = "hook_dict"
 #: Types whose values are all the same to an annotation.

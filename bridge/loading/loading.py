@@ -409,6 +409,9 @@ def load(source: ModelOrigin, placement: Placement, variant: Variant, progress: 
             _explain_unknown(error, variant.from_pretrained, loader)
             raise
         keep_recording(model, variant.patches)
+    quantiser: Any = getattr(model, "hf_quantizer", None)
+    if "gguf_file" in files.where and getattr(quantiser, "packed_modules", None) == {}:
+        quantiser.remove_quantization_config(model)  # every weight was dequantised: the model can be saved
     model = text_model(model) if variant.model_class is None else model
     if placement.device is not None:
         model.to(placement.device)

@@ -50,8 +50,8 @@ def attention(
     Args:
         pattern: ``cache["pattern", layer]``, ``[head, query, key]`` with a batch axis of 1 in front or without; one
             head, ``[query, key]``; or all layers, ``cache.stack_activation("pattern")``,
-            ``[layer, batch, head, query, key]``. Scores may be given too: places that a mask forbids (minus infinity)
-            stay blank.
+            ``[layer, batch, head, query, key]``. Scores may be given too. Places that a mask forbids stay blank: those
+            of minus infinity, and keys behind the query where no head gives any of them a weight.
         tokens: the text of each query, such as ``bridge.to_str_tokens(prompt)``.
         key_tokens: the text of each key, where it is another (cross attention).
         layers: for all layers, their numbers; None: from 0.
@@ -105,6 +105,8 @@ def attention(
         values, dropped = _in_blocks(values, size, weights)
         labels, keys = _block_labels(labels, size), _block_labels(keys, size)
         told = alt.Title(title, subtitle=dropped)
+    elif weights and key_tokens is None and not values.triu(1).any():
+        values = values.masked_fill(torch.ones(values.shape[-2:]).triu(1).bool(), -torch.inf)  # no zero: blank
     flat = values.reshape(-1, *values.shape[-2:])
     longest = max(len(labels), len(keys))
     cell = _overview_cell(longest, *map(len, sides)) if sides else max(3.0, min(18.0, 220 / longest))
@@ -265,6 +267,8 @@ def residual_norms(
 ) -> Picture:
     """How long the residual stream is before each layer: a line for each position, and their median.
 
+    The token of the largest norm stands beside it.
+
     Args:
         stream: what `cache.accumulated_resid` returned, ``[component, pos, d_model]``, with a batch axis of 1 after the
             first or without.
@@ -310,5 +314,10 @@ def residual_norms(
     median = base.mark_line(strokeWidth=3, color=colour("accent")).encode(y="median(v):Q", tooltip=alt.Tooltip(
         "median(v):Q", title="median over positions", format=".3~g"
     ))  # fmt: skip
-    told = alt.Title(title, subtitle="thin: each position; thick: their median")
-    return finished(each + median + dots, told, width=max(320, min(620, 42 * len(names))), height=260)
+    component, position = divmod(int(norms.argmax()), norms.shape[1])
+    right = 2 * component >= len(names)
+    label = base.mark_text(
+        align="right" if right else "left", dx=-8 if right else 8, dy=-6, fontSize=11, color=colour("ink")
+    ).encode(text="token:N").transform_filter(f"datum.i == {component} && datum.p == {position}")  # fmt: skip
+    told = alt.Title(title, subtitle="thin: each position; thick: their median; named: the largest")
+    return finished(each + median + dots + label, told, width=max(320, min(620, 42 * len(names))), height=260)

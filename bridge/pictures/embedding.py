@@ -33,6 +33,8 @@ _DRAW = _file("draw.js")
 _UNPACK = _file("unpack.js")
 
 
+#: What the file of the library is called, where pages link to it.
+LIBRARY = "vega.js"
 #: What the bundle is to leave for the drawing script.
 _GLOBALS = "window.vegaEmbed = vegaEmbed; window.vega = vega; window.vegaLite = vegaLite;"
 
@@ -107,21 +109,23 @@ def _packed_library() -> str:
     return base64.b64encode(gzip.compress(library().encode(), mtime=0)).decode()
 
 
-def document(title: str, body: str) -> str:
-    """A page that needs nothing but itself.
+def document(title: str, body: str, linked: bool = False) -> str:
+    """A page that needs nothing but itself, or nothing but the library beside it.
 
     Args:
         title: its title, as text.
         body: its body, as HTML.
+        linked: the library is in the file `LIBRARY` of the page's folder.
 
     Example:
         >>> from bridge.pictures.embedding import document
         >>> "<title>Heads &amp; tails</title>" in document("Heads & tails", "<p>Text</p>")
         True
     """
+    held = f'<script src="{LIBRARY}"></script>' if linked else f"<script>{library()}</script>"
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">\n'
         f"<style>{_PAGE_STYLE}{STYLE}</style></head>\n<body>\n{body}\n"
-        f"<script>{library()}</script>\n<script>{_DRAW}</script>\n</body></html>\n"
+        f"{held}\n<script>{_DRAW}</script>\n</body></html>\n"
     )

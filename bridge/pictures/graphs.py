@@ -475,6 +475,7 @@ def _pattern(patterns: Mapping[int, Tensor], words: Sequence[str], shown: str) -
     rows = [{"i": i, "w": compact(table)} for i, table in patterns.items()]
     cell = max(5.0, min(18.0, 320 / n))
     places = alt.Scale(domain=list(range(n)))
+    masked = not any(bool(table.triu(1).any()) for table in patterns.values())  # what the mask forbids stays blank
     labels: dict[str, Any] = {
         "ticks": False,
         "domain": False,
@@ -493,6 +494,7 @@ def _pattern(patterns: Mapping[int, Tensor], words: Sequence[str], shown: str) -
         .transform_flatten(["w"])
         .transform_window(n="row_number()")
         .transform_calculate(r=f"floor((datum.n - 1) / {n})", c=f"(datum.n - 1) % {n}")
+        .transform_filter("datum.c <= datum.r" if masked else "true")
         .transform_calculate(query=lookup(words, "datum.r"), key=lookup(words, "datum.c"))
         .mark_rect(stroke=colour("ground"), strokeWidth=0.5)
         .encode(

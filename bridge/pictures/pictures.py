@@ -32,7 +32,7 @@ from typing import Any
 import altair as alt
 import vl_convert
 
-from bridge.pictures.embedding import document, fragment, output
+from bridge.pictures.embedding import LIBRARY, document, fragment, library, output
 from bridge.pictures.style import configuration, dark_parameter
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -116,7 +116,9 @@ class Picture:
             {'name': 'dark', 'value': True}
         """
         found: dict[str, Any] = copy.deepcopy(self.chart.to_dict())
-        found["description"] = self.title
+        heading = found.get("title") or found.get("vconcat", [{}])[0].get("title")
+        below = heading.get("subtitle", []) if isinstance(heading, dict) else []
+        found["description"] = ". ".join([self.title, *([below] if isinstance(below, str) else below)])
         for parameter in found["params"]:
             if parameter["name"] == "dark":
                 parameter["value"] = dark
@@ -145,7 +147,9 @@ class Picture:
         Args:
             dark: on dark ground.
         """
-        return vl_convert.vegalite_to_svg(self._still(dark))
+        still = self._still(dark)
+        told = f"<title>{html.escape(self.title)}</title><desc>{html.escape(still['description'])}</desc>"
+        return vl_convert.vegalite_to_svg(still).replace(">", f' role="graphics-document">{told}', 1)
 
     def pdf(self, dark: bool = False) -> bytes:
         """The picture in lines, as a page of a PDF of its own size.
@@ -163,19 +167,23 @@ class Picture:
             found.pop("spacing", None)
         return found
 
-    def save(self, path: str | os.PathLike[str], dark: bool = False, scale: float = 2.0) -> Path:
-        """Writes the picture to a file: one HTML page that needs nothing else, a PNG, an SVG, or a PDF.
+    def save(
+        self, path: str | os.PathLike[str], dark: bool = False, scale: float = 2.0, *, linked: bool = False
+    ) -> Path:
+        """Writes the picture to a file: an HTML page, a PNG, an SVG, or a PDF.
 
         Args:
             path: where to; the ending says what: ``.html``, ``.png``, ``.svg`` or ``.pdf``.
             dark: on dark ground (an HTML page follows the reader's system).
             scale: of a PNG, how many pixels stand for one.
+            linked: of an HTML page: the drawing library (0.9 MB) is not inside but beside it, as ``vega.js``, once for
+                all pages of the folder.
 
         Returns:
             The path.
 
         Raises:
-            ValueError: another ending.
+            ValueError: another ending; `linked` for another kind than HTML.
 
         Example:
             >>> import tempfile, torch
@@ -185,7 +193,12 @@ class Picture:
             True
         """
         path = Path(path)
+        if linked and path.suffix.lower() != ".html":
+            raise ValueError(f"{path.name} holds no drawing library that could be linked; an .html page does")
         match path.suffix.lower():
+            case ".html" if linked:
+                path.with_name(LIBRARY).write_text(library(), encoding="utf-8")
+                path.write_text(document(self.title, self.fragment(), linked=True), encoding="utf-8")
             case ".html":
                 path.write_text(self.html(), encoding="utf-8")
             case ".png":

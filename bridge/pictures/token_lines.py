@@ -339,7 +339,7 @@ def chosen_lens(
     across = max(5.0, min(26.0, 480 / len(columns)))
     return grid(
         odds, Axis("after layer", layers, max(8.0, min(18.0, 360 / len(layers)))), Axis("token", columns, across),
-        sequential(limit(odds)), "probability", title, panels=[visible(text) for text in chosen],
+        sequential(), "probability", title, panels=[visible(text) for text in chosen],
         panels_wide=max(1, int(1000 // (across * len(columns) + 60))),
     )  # fmt: skip
 

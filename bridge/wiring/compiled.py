@@ -411,10 +411,9 @@ class PassBoundary(NotCopied):
         """The forward pre-hook. A pass that this module opened before, or whose call is over, was left behind."""
         context = CURRENT.get()
         left = context.run is not None and (context.run.opened_by is module or context.run.is_left)
-        if self._handles and (context.run is None or left):
+        if self._handles and (context.run is None or left) and not is_of_batch(kwargs):
             if self._check is not None:
                 self._check()
-            refuse_packed(kwargs)
             if self._unseen is not None:
                 refuse_streamers_thread(self._unseen)
             run = ForwardPass(module)
@@ -439,20 +438,32 @@ def _frame_of_call() -> FrameType | None:
     return frame
 
 
-def refuse_packed(kwargs: dict[str, Any]) -> None:
-    """Refuses a pass of transformers' continuous batching that is not the bridge's.
+def mark_as_of_batch(cache: PagedAttentionCache) -> None:
+    """Says that the passes with these keys and values are begun by a batch of a bridge, whichever hook is called first.
 
-    Its thread sees none of the scopes of the code that called, and its tokens are those of many requests in one row.
+    Where the base model is the whole, the hooks of a batch and of a boundary stand at one module.
+    """
+    cache.begun_by_batch = True  # type: ignore[attr-defined]  # another bridge of the model must know it too
+
+
+def is_of_batch(kwargs: dict[str, Any]) -> bool:
+    """Whether a pass of transformers' continuous batching is that of a bridge's batch, which opens and ends it.
+
+    The thread of another sees none of the scopes of the code that called, and its tokens are those of many requests in
+    one row.
 
     Raises:
-        RuntimeError: it is one.
+        RuntimeError: it is another.
     """
-    packed = isinstance(kwargs.get("cache"), PagedAttentionCache)
-    if packed:
+    cache = kwargs.get("cache")
+    if not isinstance(cache, PagedAttentionCache):
+        return False
+    if not getattr(cache, "begun_by_batch", False):
         raise RuntimeError(
             "hooks are attached to this model, and its own generate_batch (continuous batching) would run without "
             "those of a `with` statement, and show the others all requests as one row: use bridge.generate_batch"
         )
+    return True
 
 
 def refuse_streamers_thread(unseen: Callable[[], bool]) -> None:

@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -101,6 +103,16 @@ def test_a_model_that_is_not_there_is_said_in_one_line(capsys, command, model):
     assert captured.err.startswith(f"{model}: there is no such folder") and captured.err.count("\n") == 1
 
 
+def test_a_reader_that_leaves_is_no_error():
+    """`python -m bridge hooks embedded | head -1`"""
+    command = [sys.executable, "-m", "bridge", "hooks", "embedded"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=0) as running:
+        assert running.stdout is not None and running.stderr is not None
+        running.stdout.close()
+        assert running.stderr.read() == ""
+    assert running.returncode == 141
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
@@ -121,7 +133,13 @@ def test_the_exit_statuses_are_documented(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     shown = capsys.readouterr().out
-    assert [line.split()[0] for line in shown[shown.index("exit status:") :].splitlines()[1:]] == ["0", "1", "2", "130"]
+    assert [line.split()[0] for line in shown[shown.index("exit status:") :].splitlines()[1:]] == [
+        "0",
+        "1",
+        "2",
+        "130",
+        "141",
+    ]
     assert "``" not in shown
 
 

@@ -207,6 +207,22 @@ def test_what_would_be_wrong_is_refused_before_anything_runs(bridge):
         bridge.generate_batch(prompts(), NEW)
 
 
+def test_hooks_of_a_whole_model_that_is_its_own_base_are_in_either_order():
+    """The hook that begins a batch's pass and the one that watches for direct calls stand at one module there."""
+    bridge, prompts = TransformerBridge(tiny_model("mllama")), [[1, 2, 3], [4, 5, 6, 7]]
+    how = {"max_new_tokens": 3, "do_sample": False}
+    edit = [("ln_final.hook_normalized", Scale(-1.0))]
+    alone = bridge.generate(torch.tensor([prompts[0]]), return_type="tokens", **how)[0, 3:]
+    with bridge.hooks(fwd_hooks=edit):
+        edited = bridge.generate(torch.tensor([prompts[0]]), return_type="tokens", **how)[0, 3:]
+    assert not torch.equal(alone, edited)
+    first, _ = bridge.generate_batch(prompts, each=[edit, []], **how)
+    assert first.error is None and torch.equal(first.tokens, edited)
+    with bridge.hooks(fwd_hooks=[("hook_embed", Scale(1.0))]):
+        first, _ = bridge.generate_batch(prompts, **how)
+    assert first.error is None and torch.equal(first.tokens, alone)
+
+
 @pytest.mark.parametrize("scoped", [True, False])
 def test_the_models_own_generate_batch_is_refused_while_hooks_are_on(bridge, scoped):
     config = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)

@@ -122,3 +122,17 @@ def test_properties_are_not_computed_to_see_what_something_is() -> None:
     check_types("f", {"x": Given()}, {"x": Wanted})
     with pytest.raises(TypeError, match="x is"):
         check_types("f", {"x": 3}, {"x": Wanted})
+
+
+def test_text_in_the_place_of_tokens_is_told_how_to_make_them():
+    @refuse_wrong_types
+    def study(prompts: Int[Tensor, "batch pos"] | Mapping[str, Any], vector: Tensor | None = None):
+        pass
+
+    for text in ("Mary", ["Mary", "John"]):
+        with pytest.raises(TypeError, match=r"bridge\.to_tokens makes tokens of text"):
+            study(text)
+    with pytest.raises(TypeError, match=r"there$"):
+        study(torch.zeros(1, 2, dtype=torch.long), "Mary")
+    with pytest.raises(TypeError, match=r"there$"):
+        study(1)

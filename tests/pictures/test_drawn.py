@@ -1,6 +1,7 @@
 """Each picture draws the numbers that it was given, in the places that they belong to."""
 
 import itertools
+import json
 import re
 
 import pytest
@@ -28,12 +29,16 @@ def test_attention_names_each_pair():
     pattern = torch.rand(1, 3, 4, 4, generator=torch.Generator().manual_seed(0)).tril()
     drawn = marks(pictures.attention(pattern, TOKENS))
     shown = ["<bos>", "·Mary", "↵", "·Mary"]
-    assert len(drawn) == 48
+    assert len(drawn) == 30  # what the mask forbids is blank
     for mark in drawn:
         head, query, key = int(mark["panel"].removeprefix("head ")), int(mark["r"]), int(mark["c"])
         assert (mark["query"], mark["key"]) == (shown[query], shown[key])
         assert close(mark["weight"], pattern[0, head, query, key])
-    assert len({(mark["panel"], mark["r"], mark["c"]) for mark in drawn}) == 48
+    assert len({(mark["panel"], mark["r"], mark["c"]) for mark in drawn}) == 30
+    pattern[0, :, 2, 1] = 0
+    assert len(marks(pictures.attention(pattern, TOKENS))) == 30  # a zero is not
+    pattern[0, 0, 0, 3] = 0.1
+    assert len(marks(pictures.attention(pattern, TOKENS))) == 48  # one that looks ahead: nothing is masked
 
 
 def test_a_long_pattern_is_drawn_in_blocks_and_says_what_it_leaves_out(monkeypatch):
@@ -196,8 +201,11 @@ def test_composition_leaves_out_what_cannot_be():
 def test_residual_norms():
     stream = torch.randn(3, 1, 4, 5)
     drawn = marks(pictures.residual_norms(stream, TOKENS, ["a", "b", "c"]))
-    dots = [mark for mark in drawn if "token" in mark]
+    dots = [mark for mark in drawn if "component" in mark]
     assert len(dots) == 12
+    (named,) = [mark for mark in drawn if "token" in mark and "component" not in mark]
+    largest = max(dots, key=lambda dot: number(dot["norm"]))
+    assert named["token"] == largest["token"] and close(named["norm (L2)"], number(largest["norm"]))
     for mark in dots:
         vector = stream["abc".index(mark["component"]), 0, int(mark["position"])].double()
         assert close(mark["norm"], vector.pow(2).sum().sqrt())
@@ -264,7 +272,9 @@ def test_chosen_tokens():
         def to_single_token(self, text):
             return vocabulary.index(text)
 
-    drawn = marks(pictures.chosen_lens(logits, TOKENS, Known(), ["c", "a"]))
+    picture = pictures.chosen_lens(logits, TOKENS, Known(), ["c", "a"])
+    assert re.findall(r'"domain": \[0.0, 0.5, 1.0\]', json.dumps(picture.spec()))  # probabilities: the bar goes to 1
+    drawn = marks(picture)
     assert len(drawn) == 2 * 3 * 4
     odds = logits[:, 0].softmax(-1)
     for mark in drawn:

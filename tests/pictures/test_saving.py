@@ -125,3 +125,20 @@ def test_a_bridge_without_tokenizer_can_be_drawn():
     _, cache = bridge.run_with_cache([[1, 2, 3]])
     tokens = [str(token) for token in (1, 2, 3)]
     assert size(pictures.attention(cache["pattern", 1], tokens).png())[0] > 100
+
+
+def test_pages_of_a_folder_share_the_library(picture, tmp_path):
+    """0.9 MB once, beside them; each is small."""
+    for name in ("a.html", "b.html"):
+        picture.save(tmp_path / name, linked=True)
+        text = (tmp_path / name).read_text(encoding="utf-8")
+        assert len(text) < 20_000 and '<script src="vega.js"></script>' in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.html", "b.html", "vega.js"]
+    with pytest.raises(ValueError, match=r"a\.png holds no drawing library"):
+        picture.save(tmp_path / "a.png", linked=True)
+
+
+def test_lines_have_a_title_and_say_what_was_computed(picture):
+    assert "<title>Two &lt;layers&gt; &amp; heads</title><desc>" in picture.svg()
+    drawn = pictures.circuit([("embed", "logits", -1.0)], title="One edge").svg()
+    assert re.search(r"^<svg [^>]*><title>One edge</title><desc>One edge\. blue: .*?; width: .*</desc>", drawn)

