@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from bridge.generation.options import inferred_mask
+from bridge.hooks.context import Scope, open_scope
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import NamesFilter
 from bridge.legacy.past_key_value_caching import HookedTransformerKeyValueCache
@@ -232,14 +233,23 @@ class LegacyRuns(LegacyWeights):
 
     @contextmanager
     def _level(self, reset_hooks_end: bool) -> Iterator[None]:
-        """Takes away, at the end, what was added with the level of hooks inside: ``add_hook(..., level=1)`` lasts for
-        one run, as in HookedTransformer."""
+        """Takes away, at the end, what was added with the level of hooks inside, as in HookedTransformer:
+        ``add_hook(..., level=1)`` lasts for one run, and hooks of ``reset_hooks_end=False`` until a run that does."""
+        if not reset_hooks_end:
+            with open_scope(Scope()):
+                yield
+            return
         level = self.context_level + 1
         try:
             yield
         finally:
-            if reset_hooks_end:
+            if self.wiring.listening:
                 self.reset_hooks(clear_contexts=False, level=level)
+
+    @property
+    def kept_level(self) -> int:
+        """The level that hooks get which outlast their run: that of the ``with`` statement that keeps them."""
+        return self.context_level
 
     def _named(self, model_args: tuple[Any, ...]) -> dict[str, Any]:
         found = inspect.signature(self.forward).parameters

@@ -91,6 +91,25 @@ def test_a_hook_that_is_added_with_a_level_goes_with_the_hooks_of_that_level(mod
     assert torch.equal(model(tokens), plain)
 
 
+def test_hooks_that_outlast_their_run_go_with_the_next_run_of_their_level(model):
+    tokens, plain, hooks = [[1, 2]], model([[1, 2]]), [("hook_embed", double)]
+    with model.hooks():
+        assert model.context_level == 1
+    for run in (model.run_with_hooks, lambda x: model.run_with_cache(x)[0]):
+        model.run_with_hooks(tokens, fwd_hooks=hooks, reset_hooks_end=False)
+        assert not torch.equal(model(tokens), plain)
+        assert [each.context_level for each in model.hook_dict["hook_embed"].fwd_hooks] == [1]
+        assert not torch.equal(run(tokens), plain)
+        assert torch.equal(model(tokens), plain)
+    with model.hooks(hooks, reset_hooks_end=False):
+        assert model.context_level == 1
+        model.run_with_cache(tokens)  # of level 2
+    assert not torch.equal(model(tokens), plain)
+    with model.hooks():
+        pass
+    assert torch.equal(model(tokens), plain)
+
+
 def test_setup_names_modules_and_hook_points(toy):
     assert list(toy.hook_dict) == ["hook_in", "blocks.0.hook_q", "blocks.1.hook_q", "hook_out"]
     assert toy.mod_dict["blocks.1.linear"] is toy.blocks[1].linear
