@@ -55,7 +55,7 @@ NOTEBOOKS = {
     }),
     f"{ARENA}/part41_indirect_object_identification/solutions.py": (12, {
         **dict.fromkeys((17, 20, 22, 24), "compares all layers, of which two are patched"),
-        45: "reads heads that `stack_head_results` puts in their cache, and means of singular vectors",
+        45: "`stack_head_results` leaves heads in their cache; means of singular vectors have no sign",
     }),
     f"{ARENA}/part51_balanced_bracket_classifier/solutions.py": (2, {}),
     f"{ARENA}/part52_grokking_and_modular_arithmetic/solutions.py": (2, {
