@@ -378,7 +378,7 @@ def tokenize_and_concatenate(
 ) -> Any:
     """All texts of a data set one after another, with EOS between them, cut into rows of one length.
 
-    Each text is tokenized as a whole (HookedTransformer cuts the joined text into 20 pieces first, 2.18 at white space).
+    Each text is tokenized as a whole (HookedTransformer cuts the joined text in 20 first, 2.18 at white space).
     The rest of a batch that fills no row is left out, unless the batch has no full row: then EOS fills it up.
     """
     if tokenizer.eos_token_id is None or (add_bos_token and tokenizer.bos_token_id is None):
