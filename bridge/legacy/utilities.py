@@ -156,24 +156,31 @@ def get_cumsum_along_dim(tensor: Tensor, dim: int, reverse: bool = False) -> Ten
     return tensor.flip(dim).cumsum(dim).flip(dim) if reverse else tensor.cumsum(dim)
 
 
-def get_tokens_with_bos_removed(tokenizer: Any, tokens: Int[Tensor, "... pos"]) -> Int[Tensor, "... pos-1"]:
+def get_tokens_with_bos_removed(
+    tokenizer: Any, tokens: Int[Tensor, "... pos"], padding_side: str | None = None
+) -> Int[Tensor, "... less"]:
     """Rows of tokens without the BOS that each starts with; where padding is on the right, without the first token.
 
+    Args:
+        tokenizer: whose BOS, CLS and padding are meant. Tokens of one without BOS are returned as they are.
+        tokens: ``[..., pos]``.
+        padding_side: the tokenizer's, if it is not given.
+
     Raises:
-        ValueError: where padding is on the left, a row has no BOS.
+        ValueError: where padding is on the left, a row does not start with BOS (or CLS) behind its padding.
     """
-    if tokenizer.padding_side == "right":
+    bos, pad = tokenizer.bos_token_id, tokenizer.pad_token_id
+    if bos is None:
+        return tokens
+    if (padding_side or tokenizer.padding_side) == "right":
         return tokens[..., 1:]
-    is_bos = tokens == tokenizer.bos_token_id
-    if tokenizer.bos_token_id == tokenizer.pad_token_id:
-        is_bos = is_bos.long().cumprod(-1).bool()  # those in front: the last of them is BOS, others are padding
-        place = is_bos.sum(-1, keepdim=True) - 1
-    else:
-        place = is_bos.long().argmax(-1, keepdim=True)
-    if not bool(is_bos.any(-1).all()):
-        raise ValueError(f"a row of the tokens has no BOS (token {tokenizer.bos_token_id})")
-    keep = torch.ones_like(tokens, dtype=torch.bool).scatter(-1, place, False)
-    return tokens[keep].reshape(*tokens.shape[:-1], -1)
+    padding = torch.zeros_like(tokens) if pad is None else (tokens == pad).long().cumprod(-1)
+    place = padding.sum(-1, keepdim=True) - int(bos == pad)  # the last token in front is BOS, if both are one
+    at, starts = torch.arange(tokens.shape[-1], device=tokens.device), (bos, getattr(tokenizer, "cls_token_id", None))
+    first = (at == place) & torch.isin(tokens, tokens.new_tensor([start for start in starts if start is not None]))
+    if not bool(first.any(-1).all()):
+        raise ValueError(f"a row of the tokens does not start with BOS (token {bos}) behind its padding")
+    return tokens[~first].reshape(*tokens.shape[:-1], -1)
 
 
 def get_attention_mask(
@@ -371,7 +378,7 @@ def tokenize_and_concatenate(
 ) -> Any:
     """All texts of a data set one after another, with EOS between them, cut into rows of one length.
 
-    Each text is tokenized as a whole (HookedTransformer cuts the joined text into 20 pieces first, which splits words).
+    Each text is tokenized as a whole (HookedTransformer cuts the joined text in 20 first, 2.18 at white space).
     The rest of a batch that fills no row is left out, unless the batch has no full row: then EOS fills it up.
     """
     if tokenizer.eos_token_id is None or (add_bos_token and tokenizer.bos_token_id is None):

@@ -176,8 +176,8 @@ class Picture:
             path: where to; the ending says what: ``.html``, ``.png``, ``.svg`` or ``.pdf``.
             dark: on dark ground (an HTML page follows the reader's system).
             scale: of a PNG, how many pixels stand for one.
-            linked: of an HTML page: the drawing library (0.9 MB) is not inside but in a file beside it, once for all pages
-                of the folder.
+            linked: of an HTML page: the drawing library (0.9 MB) is in a file beside it, once for all pages of the
+                folder, and not inside.
 
         Returns:
             The path.

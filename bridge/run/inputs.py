@@ -130,6 +130,11 @@ class RunnableBridge(StudiedBridge):
     wiring: Wiring
 
     @property
+    def kept_level(self) -> int | None:
+        """The level that hooks get which outlast their run."""
+        return None
+
+    @property
     def tokenizer_facts(self) -> TokenizerFacts:
         """What the tokenizer does by itself."""
         raise NotImplementedError

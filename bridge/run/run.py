@@ -441,7 +441,8 @@ def hooked(
             with bridge.wiring.scoped(members, scope):
                 yield
         else:
-            add_hooks(bridge, [(hook, Listener(kind, fn)) for hook, fn, kind, _ in chosen])
+            level = bridge.kept_level
+            add_hooks(bridge, [(hook, Listener(kind, fn, level=level)) for hook, fn, kind, _ in chosen])
             yield
     finally:
         if clear_contexts:
@@ -547,7 +548,7 @@ def lm_loss(
         per_token: one value for each of the ``pos - 1`` predictions in place of their mean.
 
     Raises:
-        ValueError: there is one token only, or no two adjacent tokens without padding.
+        ValueError: there is one token only, or no two adjacent tokens without padding; a mask of another shape.
 
     Returns:
         The mean in nats, or ``[batch, pos-1]``.
@@ -562,8 +563,8 @@ def lm_loss(
     wide = logits if logits.dtype == torch.float64 else logits.float()
     losses = cross_entropy(wide[:, :-1].transpose(1, 2), tokens[:, 1:].to(logits.device), reduction="none")
     if attention_mask is not None:
-        counted = (attention_mask[:, :-1].bool() & attention_mask[:, 1:].bool()).to(losses.dtype)
-        losses = losses * counted
+        counted = (attention_mask[:, :-1].bool() & attention_mask[:, 1:].bool()).to(losses.device)
+        losses = losses.masked_fill(~counted, 0.0)  # times 0, what is no number would stay none
         return losses if per_token else losses.sum() / counted.sum()
     return losses if per_token else losses.mean()
 
@@ -576,9 +577,11 @@ def check_counted(tokens: Int[Tensor, "batch pos"], mask: Int[Tensor, "batch pos
         mask: its attention mask.
 
     Raises:
-        ValueError: there is one token only, or no two adjacent tokens without padding.
+        ValueError: there is one token only, or no two adjacent tokens without padding; a mask of another shape.
     """
     if tokens.shape[1] < 2:
         raise ValueError("the loss of a next token needs two tokens at least, and the input has one")
+    if mask is not None and mask.shape != tokens.shape:
+        raise ValueError(f"the attention_mask has shape {[*mask.shape]}, and the tokens {[*tokens.shape]}")
     if mask is not None and not bool((mask[:, :-1].bool() & mask[:, 1:].bool()).any()):
         raise ValueError("the attention mask leaves no two adjacent tokens, so there is no loss to take")

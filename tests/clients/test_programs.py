@@ -32,6 +32,7 @@ PROGRAMS = {
     "universal_neurons": ("universal-neurons", 1e-5),
 }
 DEMOS, ARENA = "TransformerLens/demos", "ARENA_3.0/chapter1_transformer_interp/exercises"
+TRAINED = "says what a trained model does"
 #: Notebooks and files of cells: how many layers GPT-2 has there, and which cells are not compared, with the reason.
 NOTEBOOKS = {
     f"{DEMOS}/Main_Demo.ipynb": (12, {
@@ -43,12 +44,63 @@ NOTEBOOKS = {
     f"{DEMOS}/Head_Detector_Demo.ipynb": (12, {1: "uses a name that it does not define"}),
     f"{DEMOS}/ARENA_Content.ipynb": (2, {}),
     f"{DEMOS}/Othello_GPT.ipynb": (2, {}),
+    f"{ARENA}/part1_transformer_from_scratch/solutions.py": (12, {
+        12: "prints shapes of parameters, which are the model's own",
+        **dict.fromkeys((16, 22, 23, 24, 25), "tests parts of GPT-2's size"),
+        **dict.fromkeys(range(32, 40), "trains on texts that `tokenize_and_concatenate` joins in another way here"),
+        **dict.fromkeys((40, 41, 45, 47, 51, 52, 53), TRAINED),
+    }),
+    f"{ARENA}/part2_intro_to_mech_interp/solutions.py": (12, {
+        10: "downloads weights before there is a model", 11: "uses them",
+    }),
+    f"{ARENA}/part41_indirect_object_identification/solutions.py": (12, {
+        **dict.fromkeys((17, 20, 22, 24), "compares all layers, of which two are patched"),
+        45: "`stack_head_results` leaves heads in their cache; means of singular vectors have no sign",
+    }),
     f"{ARENA}/part51_balanced_bracket_classifier/solutions.py": (2, {}),
     f"{ARENA}/part52_grokking_and_modular_arithmetic/solutions.py": (2, {
         2: "clones a repository", **dict.fromkeys((3, 4, 30, *range(44, 57)), "reads how a model was trained"),
     }),
+    f"{ARENA}/part53_othellogpt/solutions.py": (2, dict.fromkeys((2, 35, 37), TRAINED)),
 }  # fmt: skip
-EDITS = {"N_SAMPLES = 5000": "N_SAMPLES = 200"}
+#: Random games, with the class of theirs that knows the rules, in the place of a file of games.
+GAMES = """import part53_othellogpt.utils as utils
+def _games(count):
+    found, generator = [], np.random.default_rng(0)
+    while len(found) < count:
+        board, moves = utils.OthelloBoardState(), []
+        while valid := board.get_valid_moves():
+            moves.append(int(generator.choice(valid)))
+            board.umpire(moves[-1])
+        found += [moves] if len(moves) == 60 else []
+    return np.array(found)
+"""
+#: What is written in the place of what: smaller models, fewer examples.
+EDITS = {
+    f"{ARENA}/part1_transformer_from_scratch/solutions.py": {
+        "d_model: int = 768": "d_model: int = 48", "d_mlp: int = 3072": "d_mlp: int = 192",
+        "d_head: int = 64": "d_head: int = 4", "n_ctx: int = 1024": "n_ctx: int = 256",
+        'datasets.load_dataset("roneneldan/TinyStories", split="train")':
+            'datasets.Dataset.from_dict({"text": ["Once upon a time there was a cat." * 40] * 200})',
+    },
+    f"{ARENA}/part2_intro_to_mech_interp/solutions.py": {
+        "d_model=768": "d_model=96", "d_head=64": "d_head=8", "n_ctx=2048": "n_ctx=256", "seq_len = 50": "seq_len = 10",
+        "seq_len=50": "seq_len=10", "batch_size=10": "batch_size=2", "batch_size = 10": "batch_size = 2",
+        "n_samples = 300": "n_samples = 10",
+    },
+    f"{ARENA}/part41_indirect_object_identification/solutions.py": {
+        "N = 25": "N = 3", "tqdm(range(model.cfg.n_layers))": "tqdm(range(2))",
+        "product(range(model.cfg.n_layers), range(model.cfg.n_heads))": "product(range(2), range(3))",
+        "product(range(max(receiver_layers)), range(model.cfg.n_heads))": "product(range(2), range(3))",
+    },
+    f"{ARENA}/part51_balanced_bracket_classifier/solutions.py": {"N_SAMPLES = 5000": "N_SAMPLES = 200"},
+    f"{ARENA}/part53_othellogpt/solutions.py": {
+        "import part53_othellogpt.utils as utils": GAMES,
+        'np.load(section_dir / "board_seqs_square_small.npy")': "_games(60)",
+        'np.load(section_dir / "board_seqs_id_small.npy")': "np.array([utils.to_id(x.tolist()) for x in _games(60)])",
+        "num_games: int = 10_000": "num_games: int = 32", "epochs: int = 3": "epochs: int = 1", "epochs=5": "epochs=1",
+    },
+}  # fmt: skip
 #: Singular vectors have no sign: with `refactor_factored_attn_matrices`, queries, keys and values have none.
 WITHOUT_SIGN = re.compile(r"hook_[qkvz]\]")
 
@@ -113,5 +165,5 @@ def hub_of(tmp_path_factory):
 def test_cells(name, tmp_path, hub_of):
     layers, skip = NOTEBOOKS[name]
     place, _, file = name.rpartition("/")
-    options = json.dumps({"file": file, "skip": list(skip), "edits": EDITS})
+    options = json.dumps({"file": file, "skip": list(skip), "edits": EDITS.get(name, {})})
     agree(*both("cells", place, tmp_path, options, **hub.at(hub_of(layers))), 1e-4)

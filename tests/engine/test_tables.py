@@ -260,6 +260,7 @@ class Worker:
         yield self.there
 
 
+@pytest.mark.unchecked
 def test_an_edit_is_there_when_its_request_begins_also_after_one_that_failed_or_was_left(monkeypatch):
     worker, edits = Worker(), SavedEdits(SimpleNamespace(), [], rows=1)
     monkeypatch.setattr(edits, "edit", edit_of)

@@ -68,6 +68,48 @@ def test_the_level_of_a_model_counts_what_is_open(model):
     assert model.context_level == 0
 
 
+def test_a_hook_that_is_added_with_a_level_goes_with_the_hooks_of_that_level(model):
+    tokens, plain = [[1, 2]], model([[1, 2]])
+
+    def doubled():
+        return any(handle.user_hook is double for handle in model.hook_dict["hook_embed"].fwd_hooks)
+
+    for run in (model.run_with_hooks, lambda x, **end: model.run_with_cache(x, **end)[0]):
+        model.add_hook("hook_embed", double, level=1)
+        assert not torch.equal(model(tokens), plain)
+        assert not torch.equal(run(tokens, reset_hooks_end=False), plain)
+        model.add_hook("hook_pos_embed", double)
+        with model.hooks([("hook_embed", lambda x, hook: None)]):
+            run(tokens)  # its own hooks are of level 2
+            assert doubled()
+        assert not doubled()
+        model.add_hook("hook_embed", double, level=1)
+        run(tokens)
+        assert not doubled()
+        assert model.hook_dict["hook_pos_embed"].fwd_hooks
+        model.reset_hooks()
+    assert torch.equal(model(tokens), plain)
+
+
+def test_hooks_that_outlast_their_run_go_with_the_next_run_of_their_level(model):
+    tokens, plain, hooks = [[1, 2]], model([[1, 2]]), [("hook_embed", double)]
+    with model.hooks():
+        assert model.context_level == 1
+    for run in (model.run_with_hooks, lambda x: model.run_with_cache(x)[0]):
+        model.run_with_hooks(tokens, fwd_hooks=hooks, reset_hooks_end=False)
+        assert not torch.equal(model(tokens), plain)
+        assert [each.context_level for each in model.hook_dict["hook_embed"].fwd_hooks] == [1]
+        assert not torch.equal(run(tokens), plain)
+        assert torch.equal(model(tokens), plain)
+    with model.hooks(hooks, reset_hooks_end=False):
+        assert model.context_level == 1
+        model.run_with_cache(tokens)  # of level 2
+    assert not torch.equal(model(tokens), plain)
+    with model.hooks():
+        pass
+    assert torch.equal(model(tokens), plain)
+
+
 def test_setup_names_modules_and_hook_points(toy):
     assert list(toy.hook_dict) == ["hook_in", "blocks.0.hook_q", "blocks.1.hook_q", "hook_out"]
     assert toy.mod_dict["blocks.1.linear"] is toy.blocks[1].linear

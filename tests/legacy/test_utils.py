@@ -171,8 +171,16 @@ def test_bos_is_taken_out_where_it_is(side, padding):
     right = [[*pad, *row] if side == "left" else [*row, *pad] for pad, row in zip(padded, rows, strict=True)]
     assert utils.get_tokens_with_bos_removed(tokenizer, torch.tensor(full)).tolist() == right
     if side == "left":
-        with pytest.raises(ValueError, match=r"has no BOS \(token 1\)"):
-            utils.get_tokens_with_bos_removed(tokenizer, torch.tensor([[5, 6, 7, 8]]))
+        for row in (
+            [5, 6, 7, 8],
+            [padding, 6, 1, 8] if padding == 0 else [5, 1, 7, 8],
+        ):  # BOS inside a text is not in front
+            with pytest.raises(ValueError, match=r"does not start with BOS \(token 1\)"):
+                utils.get_tokens_with_bos_removed(tokenizer, torch.tensor([row]))
+    other = SimpleNamespace(padding_side="right" if side == "left" else "left", bos_token_id=1, pad_token_id=padding)
+    assert utils.get_tokens_with_bos_removed(other, torch.tensor(full), padding_side=side).tolist() == right
+    without = SimpleNamespace(padding_side=side, bos_token_id=None, pad_token_id=padding)
+    assert utils.get_tokens_with_bos_removed(without, torch.tensor(full)).tolist() == full
 
 
 def test_masks_and_positions():

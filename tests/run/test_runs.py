@@ -274,6 +274,18 @@ def test_loss_of_a_padded_batch_counts_real_tokens_only():
         [lm_loss(logits[:1], tokens[:1], per_token=True)[0], lm_loss(logits[1:, 2:], tokens[1:, 2:], per_token=True)[0]]
     )
     torch.testing.assert_close(lm_loss(logits, tokens, mask), expected.mean())
+    logits[1, :2] = torch.nan  # what a padded position computes is no number, where it may read nothing
+    torch.testing.assert_close(lm_loss(logits, tokens, mask), expected.mean())
+    assert lm_loss(logits, tokens, mask, per_token=True)[1, :2].tolist() == [0, 0]
+
+
+@pytest.mark.unchecked
+def test_a_mask_of_another_shape_is_no_mask_of_the_loss():
+    tokens = torch.tensor([[1, 2, 3, 4], [0, 0, 1, 2]])
+    with pytest.raises(ValueError, match=r"attention_mask has shape \[1, 4\], and the tokens \[2, 4\]"):
+        lm_loss(
+            torch.randn(2, 4, 5), tokens, tokens[:1]
+        )  # it would count one row's tokens, and add up two rows' losses
 
 
 def test_headless_and_other_heads(tokens):

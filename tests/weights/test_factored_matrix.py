@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -185,3 +186,28 @@ def test_a_mode_that_is_none() -> None:
 
     with pytest.raises(ValueError, match="mode is 'O'; it must be 'Q', 'K' or 'V'"):
         all_scores(bridge_of("gpt2").OV, bridge_of("gpt2").QK, "O")
+
+
+@pytest.mark.parametrize("kind", [lambda mask: mask, lambda mask: mask.numpy(), lambda mask: mask.tolist()])
+@pytest.mark.parametrize(
+    "mask", [torch.tensor([[True, False, True], [False, True, False]]), torch.tensor([True, False])]
+)
+def test_a_mask_stands_for_as_many_axes_as_it_has(kind, mask):
+    matrix = FactoredMatrix(torch.randn(2, 3, 5, 2), torch.randn(2, 3, 2, 7))
+    dense = matrix.AB[mask]
+    index, rest = kind(mask), (slice(None),) * (2 - mask.ndim)
+    torch.testing.assert_close(matrix[index, ...].AB, dense)
+    torch.testing.assert_close(matrix[index, ..., 1].AB, dense[..., 1:2])
+    torch.testing.assert_close(matrix[index, ..., 1, :].AB, dense[..., 1:2, :])
+    torch.testing.assert_close(matrix[(index, *rest, 1)].AB, dense[..., 1:2, :])
+    torch.testing.assert_close(matrix[None, index, ..., 1].AB, dense[None, ..., 1:2])
+
+
+def test_numbers_of_any_kind_keep_rows_and_columns():
+    matrix = FactoredMatrix(torch.randn(3, 5, 2), torch.randn(3, 2, 7))
+    for number in (np.int64(1), torch.tensor(1)):
+        torch.testing.assert_close(matrix[number, number, number].AB, matrix.AB[1, 1:2, 1:2])
+    torch.testing.assert_close(matrix[np.array([2, 0]), ..., np.int64(-1)].AB, matrix.AB[[2, 0], :, -1:])
+    for wrong in ((..., ...), (0, 0, 0, 0), (None, 0, 0, 0, 0), (torch.ones(3, 5, dtype=torch.bool), 0)):
+        with pytest.raises(IndexError):
+            matrix[wrong]
