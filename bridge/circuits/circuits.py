@@ -46,7 +46,7 @@ from bridge.circuits.edge_runs import (
     share_of,
     trained_constants,
 )
-from bridge.circuits.graph import Graph, LayerShape, Metric, kl_divergence, pairs_of
+from bridge.circuits.graph import Graph, LayerShape, Metric, pairs_of
 from bridge.hooks.arguments import check_choice, check_positive, refuse_wrong_types
 from bridge.patching.patching import texts_of
 from bridge.run.inputs import Prompts, prompts_with
@@ -363,7 +363,7 @@ class Circuit:
             bridge: the bridge, in evaluation mode.
             prompts: what they are trained on, ``[batch, pos]``, or what a processor gives. Evaluate on others.
             loss: from logits to one number that is to be small; None: the divergence from the whole model's next tokens
-                at the last position.
+                at each prompt's last token.
             steps: of training.
             rate: of learning.
             model_kwargs: what else the model takes with the prompts.
@@ -395,9 +395,6 @@ class Circuit:
         if torch.is_inference_mode_enabled():
             raise RuntimeError("optimal_constants needs gradients: call it outside of torch.inference_mode()")
         given = prompts_with(bridge, prompts, model_kwargs)
-        if loss is None:
-            with torch.no_grad():
-                loss = kl_divergence(bridge(given))
         return trained_constants(self.graph, self.mask, self.neurons, bridge, given, loss, steps, rate)
 
     @refuse_wrong_types

@@ -18,6 +18,7 @@ from bridge.circuits.graph import (
     Metric,
     Port,
     SenderOutputs,
+    divergence_at_last_tokens,
     heads_of,
     measured,
     names_of,
@@ -348,7 +349,7 @@ def trained_constants(
     neurons: Tensor | None,
     bridge: TransformerBridge,
     prompts: Mapping[str, Any],
-    loss: Metric,
+    loss: Metric | None,
     steps: int,
     rate: float,
 ) -> Float[Tensor, "sender d_model"]:
@@ -362,6 +363,7 @@ def trained_constants(
     """
     wrote = written(graph, bridge, prompts)
     refuse_another_sum(bridge, wrote)
+    loss = loss or divergence_at_last_tokens(wrote.logits, prompts)
     parts = wrote.parts
     counted = _counted(prompts, parts)
     means = (parts * counted).sum((1, 2), keepdim=True) / counted.sum()

@@ -21,6 +21,7 @@ from bridge.analysis.layer_outputs import post_norm
 from bridge.bridge import TransformerBridge
 from bridge.hooks.arguments import refuse_wrong_types
 from bridge.hooks.names import suggestion
+from bridge.hooks.rows import places_of
 from bridge.run.inputs import Prompts, prompts_with
 
 
@@ -345,8 +346,7 @@ def logit_difference(
     def metric(logits: Tensor) -> Tensor:
         if logits.shape[0] != len(answers):
             raise ValueError(f"the logits have {logits.shape[0]} rows, and there are {len(answers)} answers")
-        rows = torch.arange(len(answers), device=logits.device)
-        here = logits[:, position] if isinstance(position, int) else logits[rows, position.to(logits.device)]
+        here, rows = _at(logits, position), torch.arange(len(answers), device=logits.device)
         found = here[rows, answers.to(logits.device)] - here[rows, wrong.to(logits.device)]
         return found if each else found.mean()
 
@@ -354,13 +354,27 @@ def logit_difference(
     return metric
 
 
+def _at(
+    logits: Float[Tensor, "batch pos d_vocab"], position: int | Int[Tensor, " batch"]
+) -> Float[Tensor, "batch d_vocab"]:
+    """Each prompt's logits at a position, or at its own."""
+    if isinstance(position, int):
+        return logits[:, position]
+    if len(position) != len(logits):
+        raise ValueError(f"the logits have {len(logits)} rows, and there are {len(position)} positions")
+    return logits[torch.arange(len(position), device=logits.device), position.to(logits.device)]
+
+
 @refuse_wrong_types
-def kl_divergence(right: Float[Tensor, "batch pos d_vocab"], position: int = -1) -> Metric:
+def kl_divergence(right: Float[Tensor, "batch pos d_vocab"], position: int | Int[Tensor, " batch"] = -1) -> Metric:
     """The Kullback-Leibler divergence of next-token distributions from the right ones, in nats, mean over the prompts.
 
     Args:
         right: the logits of the unpatched model.
-        position: where to look.
+        position: where to look, for all prompts or for each.
+
+    Raises:
+        ValueError: there are not as many positions as prompts.
 
     Example:
         >>> import torch
@@ -369,14 +383,27 @@ def kl_divergence(right: Float[Tensor, "batch pos d_vocab"], position: int = -1)
         >>> kl_divergence(logits)(logits).item()
         0.0
     """
-    target = right[:, position].detach().log_softmax(-1)
+    target = _at(right, position).detach().log_softmax(-1)
 
     def metric(logits: Tensor) -> Tensor:
-        found = logits[:, position].log_softmax(-1)
+        found = _at(logits, position).log_softmax(-1)
         return (target.exp() * (target - found)).sum(-1).mean()
 
     metric.__name__ = "kl_divergence"
     return metric
+
+
+def divergence_at_last_tokens(right: Float[Tensor, "batch pos d_vocab"], prompts: Mapping[str, Any]) -> Metric:
+    """The divergence at each prompt's own last token: the loss of what is trained, where none is given.
+
+    Args:
+        right: the logits of the whole model.
+        prompts: what it ran on; the mask says where each prompt ends.
+
+    Raises:
+        ValueError: a prompt has no token.
+    """
+    return kl_divergence(right, places_of(prompts.get("attention_mask"), -1, right.shape))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from bridge.analysis.analysis import refuse_training
 from bridge.bridge import TransformerBridge
 from bridge.circuits.circuits import EdgeScores
 from bridge.circuits.edge_runs import ablated, run_with_edges_replaced
-from bridge.circuits.graph import Graph, Metric, kl_divergence, one_number, pairs_of
+from bridge.circuits.graph import Graph, Metric, divergence_at_last_tokens, one_number, pairs_of
 from bridge.hooks.arguments import check_positive, refuse_wrong_types
 from bridge.run.inputs import Prompts
 
@@ -44,7 +44,7 @@ def trained_edges(
         bridge: the bridge, in evaluation mode.
         clean, corrupted: pairs of prompts, ``[batch, pos]``, or what a processor gives.
         loss: from logits ``[batch, pos, d_vocab]`` to one number that is to be small; None: the divergence from the
-            whole model's next tokens at the last position.
+            whole model's next tokens at each prompt's last token.
         penalty: what an edge costs, in the loss's units.
         steps, rate: of training, by Adam.
         samples: how many circuits each prompt runs with in a step, all in one batch.
@@ -79,7 +79,7 @@ def trained_edges(
         raise RuntimeError("trained_edges needs gradients: call it outside of torch.inference_mode()")
     graph, (one, two) = Graph.of(bridge), pairs_of(bridge, clean, corrupted, model_kwargs)
     wrote, other = ablated(graph, bridge, one, two, ablation, reference)
-    loss = loss or kl_divergence(wrote.logits)
+    loss = loss or divergence_at_last_tokens(wrote.logits, one)
     numbers = torch.Generator().manual_seed(seed)
     given = torch.ones(graph.n_edges, requires_grad=True)
     optimizer, rows = torch.optim.Adam([given], lr=rate), len(one["input_ids"])

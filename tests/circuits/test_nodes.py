@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from jaxtyping import TypeCheckError
 
 from bridge.circuits import (
     Circuit,
@@ -12,6 +13,7 @@ from bridge.circuits import (
     edge_effects,
     faithfulness_curve,
     joined,
+    kl_divergence,
     logit_difference,
     mean_outputs,
     mean_scores,
@@ -196,6 +198,29 @@ def test_prompts_of_several_lengths(gpt2, graph):
     torch.testing.assert_close(mean, parts.mean(1), atol=1e-10, rtol=1e-8)
     with pytest.raises(ValueError, match="there are no prompts"):
         mean_outputs(gpt2, [])
+
+
+def test_what_is_trained_without_a_loss_reads_each_prompts_last_token(gpt2, graph):
+    """Padding behind a prompt is not what its next token is read at: as with a loss at the last tokens by hand."""
+    rows = [torch.arange(1, 6), torch.arange(11, 14)]
+    batch, other = padded(rows), padded([row.flip(0) for row in rows])
+    right = gpt2(batch).detach().log_softmax(-1)
+
+    def by_hand(logits):
+        found = logits.log_softmax(-1)
+        both = (
+            [right[row, len(rows[row]) - 1] for row in range(2)],
+            [found[row, len(rows[row]) - 1] for row in range(2)],
+        )
+        return sum((one.exp() * (one - here)).sum() for one, here in zip(*both, strict=True)) / 2
+
+    found = trained_edges(gpt2, batch, other, steps=5)
+    torch.testing.assert_close(found.values, trained_edges(gpt2, batch, other, by_hand, steps=5).values)
+    none = Circuit.of_edges(graph, [])
+    constants = none.optimal_constants(gpt2, batch, steps=5)
+    torch.testing.assert_close(constants, none.optimal_constants(gpt2, batch, by_hand, steps=5))
+    with pytest.raises((ValueError, TypeCheckError)):  # whichever looks first at the shapes
+        kl_divergence(right, torch.tensor([4, 2]))(right[:1])
 
 
 def test_the_mean_leaves_padding_out(gpt2, graph, metric):
