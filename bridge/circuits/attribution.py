@@ -21,6 +21,7 @@ from bridge.circuits.graph import (
     one_number,
     pairs_of,
     refuse_another_sum,
+    token_mask,
     written,
     written_in_both,
 )
@@ -370,7 +371,7 @@ def information_flow(bridge: TransformerBridge, prompts: Prompts, **model_kwargs
     wrote = written(graph, bridge, given, [*streams.values()])
     refuse_another_sum(bridge, wrote)
     parts = wrote.parts
-    counted = given.get("attention_mask", torch.ones_like(given["input_ids"])).to(parts)
+    counted = token_mask(given).to(parts)
     weights = counted / counted.sum(1, keepdim=True) / len(counted)
     values = torch.zeros(graph.exists.shape, dtype=torch.float64)
     for port in graph.ports:

@@ -325,8 +325,9 @@ class Circuit:
                 has its own, and for `reference`, give prompts as a processor gives them.
 
         Raises:
-            ValueError: an unknown ablation, prompts of different lengths, a circuit of another model; something besides
-                heads and MLPs differs between the streams of a pair.
+            ValueError: an unknown ablation; prompts of different lengths, or whose masks differ; a mean at a position
+                where what it is over has padding alone; a circuit of another model, or training mode; something
+                besides heads and MLPs differs between the streams of a pair.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -902,7 +903,6 @@ class NodeScores:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-#: The shares of the edges at which the Mechanistic Interpretability Benchmark looks.
 _NOTHING_TO_TELL = "all of these are in the circuit, or none is: there is nothing to tell apart"
 
 
@@ -928,6 +928,7 @@ def _check_shares(shares: Sequence[float]) -> None:
         raise ValueError(f"shares are {tuple(shares)}; they must grow, from 0 to 1")
 
 
+#: The shares of the edges at which the Mechanistic Interpretability Benchmark looks.
 SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 

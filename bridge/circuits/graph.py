@@ -475,6 +475,15 @@ def heads_of(
     return results.movedim(-2, 0)
 
 
+def token_mask(prompts: Mapping[str, Any]) -> Bool[Tensor, "batch pos"]:
+    """What is a token, and no padding.
+
+    Args:
+        prompts: as runs take them.
+    """
+    return prompts.get("attention_mask", torch.ones_like(prompts["input_ids"])).bool()
+
+
 def pairs_of(
     bridge: TransformerBridge, clean: Prompts, corrupted: Prompts, model_kwargs: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -486,13 +495,17 @@ def pairs_of(
         model_kwargs: further arguments of the model, for both.
 
     Raises:
-        ValueError: they differ in shape.
+        ValueError: they differ in shape, or in what is padding.
     """
     one, other = (prompts_with(bridge, prompts, model_kwargs) for prompts in (clean, corrupted))
     if one["input_ids"].shape != other["input_ids"].shape:
         raise ValueError(
             f"clean tokens are {list(one['input_ids'].shape)} and corrupted ones {list(other['input_ids'].shape)}: "
             "pairs need one shape, [batch, pos]"
+        )
+    if not torch.equal(token_mask(one), token_mask(other)):
+        raise ValueError(
+            "the masks of clean and corrupted prompts differ: pairs need as many tokens, in the same places"
         )
     return one, other
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from jaxtyping import TypeCheckError
 
+from bridge import TransformerBridge
 from bridge.circuits import (
     Circuit,
     EdgeScores,
@@ -26,7 +27,7 @@ from bridge.circuits.training import _absent
 from bridge.tasks import compiled, trained
 from bridge.tasks.compiled import TRAINED
 from tests.analysis.models import bridge_of
-from tests.conftest import torch_hooks
+from tests.conftest import tiny, torch_hooks
 
 
 def outputs_of(hand, tokens):
@@ -235,6 +236,43 @@ def test_the_mean_leaves_padding_out(gpt2, graph, metric):
         model = gpt2.original_model
         right = metric(model.lm_head(model.transformer.ln_f(end)).expand(2, -1, -1))
     assert found == pytest.approx(float(right))
+
+
+def test_prompts_with_padding_in_other_places_are_refused(gpt2, graph, metric):
+    long, short = padded([torch.arange(1, 6)] * 2), padded([torch.arange(1, 6), torch.arange(1, 4)])
+    none = Circuit.of_edges(graph, [])
+    studies = [
+        lambda: none.evaluate(gpt2, long, short, metric),
+        lambda: edge_attribution(gpt2, short, long, metric),
+        lambda: trained_edges(gpt2, long, short, steps=1),
+    ]
+    for study in studies:
+        with pytest.raises(ValueError, match="the masks of clean and corrupted prompts differ"):
+            study()
+    behind = long | {"attention_mask": torch.tensor([[0, 0, 1, 1, 1]] * 2)}
+    with pytest.raises(ValueError, match=r"nothing to be over at positions \[0, 1\]"):
+        none.evaluate(gpt2, long, long, metric, "mean", behind)
+    none.evaluate(gpt2, behind, behind, metric, "mean", behind)  # nobody has a token there
+    with pytest.raises(ValueError, match="padding alone"):
+        mean_outputs(gpt2, [long | {"attention_mask": torch.zeros(2, 5, dtype=torch.long)}])
+
+
+def test_means_of_halves_do_not_overflow():
+    """The sum of what the embeddings write passes 65,504, the largest half; its mean is far from that."""
+    model = tiny("gpt2")
+    model.transformer.wte.weight.data[:, 3] += 400
+    bridge = TransformerBridge(model.half())
+    tokens = torch.randint(0, 61, (200, 5), generator=torch.Generator().manual_seed(0))
+    metric = lambda logits: logits[:, -1, 7].float().mean()
+    none = Circuit.of_edges(Graph.of(bridge), [])
+    assert none.evaluate(bridge, tokens, tokens, metric, "mean").ablated == pytest.approx(
+        none.evaluate(bridge, tokens[:100], tokens[:100], metric, "mean", tokens).ablated, rel=1e-2, abs=1e-2
+    )
+    constants = none.optimal_constants(bridge, tokens, steps=2)
+    assert constants.dtype == torch.float16 and bool(constants.isfinite().all())
+    # Of a row of 60,000 tokens a count in halves would be rounded, too: the mean is that in single precision.
+    right = written(none.graph, bridge, tokens).parts.double().mean((1, 2))
+    torch.testing.assert_close(mean_outputs(bridge, [tokens]).double(), right, rtol=1e-3, atol=1e-3)
 
 
 def test_what_is_drawn_of_edges():
