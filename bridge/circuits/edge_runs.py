@@ -19,6 +19,7 @@ from bridge.circuits.graph import (
     Port,
     SenderOutputs,
     divergence_at_last_tokens,
+    gradients_of,
     heads_of,
     measured,
     names_of,
@@ -325,6 +326,8 @@ def evaluations(
         ValueError: as there.
     """
     refuse_another_model(graph, bridge)
+    for _, neurons in circuits:
+        refuse_another_width(neurons, bridge)
     one, two = pairs_of(bridge, clean, corrupted, model_kwargs)
     wrote, other = ablated(graph, bridge, one, two, ablation, reference)
     with torch.no_grad():
@@ -383,20 +386,32 @@ def trained_constants(
                 raise ValueError(f"loss is {found.item()}: constants are trained to make a finite number small")
             if found.item() < least:
                 least, best = found.item(), moved.detach().clone()
-            (moved.grad,) = torch.autograd.grad(found, [moved])
+            (moved.grad,) = gradients_of("loss", found, [moved])
             optimizer.step()
     return (means + sizes * best)[:, 0, 0].to(parts.dtype)
 
 
+def refuse_another_width(neurons: Tensor | None, bridge: TransformerBridge) -> None:
+    """Refuses neurons of another model.
+
+    Raises:
+        ValueError: they are not as many as a sender of this model writes.
+    """
+    if neurons is not None and neurons.shape[1] != bridge.cfg.d_model:
+        raise ValueError(
+            f"there are {neurons.shape[1]} neurons of each sender, and this model has {bridge.cfg.d_model}"
+        )
+
+
 def refuse_another_model(graph: Graph, bridge: TransformerBridge) -> None:
-    """Refuses a circuit of another graph than the model's.
+    """Refuses a graph, of a circuit or of its own, that is not the model's.
 
     Raises:
         ValueError: it is.
     """
     model_graph = Graph.of(bridge)
     if graph != model_graph:
-        raise ValueError(f"the circuit is of {graph}, and this model is {model_graph}")
+        raise ValueError(f"the graph is {graph}, and this model is {model_graph}")
 
 
 def ablated(

@@ -7,6 +7,7 @@ there is an edge (Elhage et al. 2021, "A Mathematical Framework for Transformer 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -16,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from bridge.analysis.analysis import refuse_no_sum
+from bridge.analysis.analysis import refuse_no_sum, refuse_training
 from bridge.analysis.layer_outputs import post_norm
 from bridge.bridge import TransformerBridge
 from bridge.hooks.arguments import refuse_wrong_types
@@ -317,6 +318,52 @@ def one_number(metric: Metric, logits: Float[Tensor, "batch pos d_vocab"]) -> Te
     return found.squeeze()
 
 
+def gradients_of(name: str, number: Tensor, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The gradients of what a metric says.
+
+    Args:
+        name: what the metric is called.
+        number: what it says.
+        leaves: what the logits were computed from.
+
+    Raises:
+        ValueError: it was not computed from the logits in a way that has a gradient.
+    """
+    found = torch.autograd.grad(number, leaves, allow_unused=True) if number.requires_grad else [None]
+    if any(one is None for one in found):
+        raise ValueError(
+            f"{name} gives a number without a gradient: compute it from the logits that it is given, by PyTorch, "
+            "without detach(), item() or argmax()"
+        )
+    return tuple(found)
+
+
+def refuse_inference_mode(name: str) -> None:
+    """Refuses a study that needs gradients where there are none.
+
+    Args:
+        name: the study's.
+
+    Raises:
+        RuntimeError: it is in inference mode.
+    """
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(f"{name} needs gradients: call it outside of torch.inference_mode()")
+
+
+def check_rate(rate: float) -> None:
+    """Refuses a rate of learning by which nothing is learned.
+
+    Args:
+        rate: the rate.
+
+    Raises:
+        ValueError: it is not positive, or not finite.
+    """
+    if not 0 < rate < math.inf:
+        raise ValueError(f"rate is {rate}; it must be more than 0, and finite")
+
+
 @refuse_wrong_types
 def logit_difference(
     answers: Int[Tensor, " batch"],
@@ -522,6 +569,9 @@ def written(
         also: other hook points that are read in the same run.
         gradients: whether they keep the graph that they were computed by.
 
+    Raises:
+        ValueError: the model is in training mode. All studies of circuits pass here before they do anything else.
+
     Example:
         >>> from bridge import TransformerBridge
         >>> from bridge.circuits import Graph
@@ -530,6 +580,7 @@ def written(
         >>> written(Graph.of(bridge), bridge, bridge.to_tokens("Mary and")).parts.shape
         torch.Size([21, 1, 3, 128])
     """
+    refuse_training(bridge)
     n = len(graph.layers)
     names = ["blocks.0.hook_resid_pre", f"blocks.{n - 1}.hook_resid_post"]
     for layer, shape in enumerate(graph.layers):

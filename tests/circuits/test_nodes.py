@@ -306,6 +306,37 @@ def test_trained_edges_are_the_known_circuit():
         trained_edges(task.bridge, task.clean, task.corrupted)
     with pytest.raises(ValueError, match=r"rate is 0\.0"):
         trained_edges(task.bridge, task.clean, task.corrupted, rate=0.0)
+    for name, number in [("rate", torch.nan), ("rate", torch.inf), ("rate", -1.0)]:
+        with pytest.raises(ValueError, match=f"{name} is {number}"):
+            trained_edges(task.bridge, task.clean, task.corrupted, **{name: number})
+    for number in (torch.nan, torch.inf, -1.0):
+        with pytest.raises(ValueError, match=f"penalty is {number}"):
+            trained_edges(task.bridge, task.clean, task.corrupted, penalty=number)
+    weight = torch.ones(1, requires_grad=True)
+    for without in (
+        lambda logits: logits.detach().sum(),
+        lambda logits: float(logits.detach().sum()),
+        lambda logits: weight,
+    ):
+        with pytest.raises(ValueError, match="loss gives a number without a gradient"):
+            trained_edges(task.bridge, task.clean, task.corrupted, without)
+        with pytest.raises(ValueError, match="loss gives a number without a gradient"):
+            Circuit.of_edges(scores.graph, []).optimal_constants(task.bridge, task.clean, without)
+
+
+def test_neurons_of_another_model_are_refused(gpt2, graph, clean, corrupted, metric):
+    wide = torch.ones(len(graph.senders), gpt2.cfg.d_model + 1)
+    for circuit in (
+        Circuit(graph, graph.exists, neurons=wide.bool()),
+        NodeScores(graph, wide[:, 0], wide).top_neurons(9),
+    ):
+        with pytest.raises(ValueError, match="33 neurons of each sender, and this model has 32"):
+            circuit.evaluate(gpt2, clean, corrupted, metric)
+        with pytest.raises(ValueError, match="33 neurons of each sender, and this model has 32"):
+            circuit.optimal_constants(gpt2, clean)
+    for wrong in ({"mask": graph.exists.float()}, {"mask": graph.exists, "neurons": wide[:, :-1]}):
+        with pytest.raises((TypeError, TypeCheckError)):  # whichever looks first at what kind of numbers they are
+            Circuit(graph, **wrong)
 
 
 @pytest.mark.parametrize("program", TRAINED)
