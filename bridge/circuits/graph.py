@@ -329,13 +329,13 @@ def gradients_of(name: str, number: Tensor, leaves: Sequence[Tensor]) -> tuple[T
     Raises:
         ValueError: it was not computed from the logits in a way that has a gradient.
     """
-    found = torch.autograd.grad(number, leaves, allow_unused=True) if number.requires_grad else [None]
-    if any(one is None for one in found):
+    found = torch.autograd.grad(number, leaves, allow_unused=True) if number.requires_grad else ()
+    if not found or any(one is None for one in found):
         raise ValueError(
             f"{name} gives a number without a gradient: compute it from the logits that it is given, by PyTorch, "
             "without detach(), item() or argmax()"
         )
-    return tuple(found)
+    return found
 
 
 def refuse_inference_mode(name: str) -> None:
