@@ -270,7 +270,6 @@ def test_means_of_halves_do_not_overflow():
     )
     constants = none.optimal_constants(bridge, tokens, steps=2)
     assert constants.dtype == torch.float16 and bool(constants.isfinite().all())
-    # Of a row of 60,000 tokens a count in halves would be rounded, too: the mean is that in single precision.
     right = written(none.graph, bridge, tokens).parts.double().mean((1, 2))
     torch.testing.assert_close(mean_outputs(bridge, [tokens]).double(), right, rtol=1e-3, atol=1e-3)
 
