@@ -9,18 +9,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from bridge.analysis.analysis import refuse_training
 from bridge.bridge import TransformerBridge
 from bridge.circuits.circuits import EdgeScores, NodeScores
-from bridge.circuits.edge_runs import ablated, effects_of_edges, run_with_edges_replaced
+from bridge.circuits.edge_runs import ablated, effects_of_edges, refuse_another_model, run_with_edges_replaced
 from bridge.circuits.graph import (
     Graph,
     Metric,
     Port,
     SenderOutputs,
+    gradients_of,
     one_number,
     pairs_of,
     refuse_another_sum,
+    refuse_inference_mode,
+    token_mask,
     written,
     written_in_both,
 )
@@ -85,8 +87,9 @@ def edge_attribution(
 
     Raises:
         ValueError: an unknown method, fewer steps than one, pairs that do not fit, a model without such a graph, or a
-            metric whose gradient is zero everywhere (a divergence from the clean run, in the clean run); a model in
-            training mode.
+            metric whose gradient is zero everywhere (a divergence from the clean run, in the clean run), or that has
+            none; prompts between which nothing differs; a graph of another model; a model in training mode.
+        RuntimeError: in inference mode, which makes no gradients.
 
     Example:
         >>> from bridge import TransformerBridge
@@ -155,6 +158,15 @@ def node_attribution(
     return NodeScores(graph, found.scores.sum(1), found.scores)
 
 
+def _refuse_no_difference(change: Float[Tensor, "sender batch pos d_model"]) -> None:
+    """Refuses runs between which nothing differs, where every score would be 0 whatever the gradient is."""
+    if not change.any():
+        raise ValueError(
+            "what heads and MLPs write is the same in the clean run and in what replaces it: there is nothing to "
+            "attribute"
+        )
+
+
 class _Gradients:
     """Gathers gradients at the receivers, and multiplies them with the senders' differences.
 
@@ -171,6 +183,8 @@ class _Gradients:
     change: Float[Tensor, "sender batch pos d_model"]
 
     def __init__(self, graph: Graph, bridge: TransformerBridge, metric: Metric) -> None:
+        refuse_inference_mode("attribution")
+        refuse_another_model(graph, bridge)
         self.graph, self.bridge, self.metric = graph, bridge, metric
         self.scores = torch.zeros(len(graph.receivers), len(graph.senders))
 
@@ -192,11 +206,11 @@ class _Gradients:
             ValueError: as there.
         """
         check_positive("steps", steps)
-        refuse_training(self.bridge)
         graph, self.prompts = self.graph, pair[0]
         self.batch, self.length = self.prompts["input_ids"].shape
         one, other = ablated(graph, self.bridge, *pair, ablation, reference)
         self.change = other - one.parts
+        _refuse_no_difference(self.change)
         self.scores = self.scores.to(self.change)
         embeddings = one.parts[0], one.parts[0] + self.change[0]
         if method == "gradient":
@@ -273,7 +287,7 @@ class _Gradients:
                 bwd_hooks=self.hooks(n, weight, senders),
             )
             total = torch.stack([one_number(self.metric, part) for part in logits.split(self.batch)]).sum()
-            torch.autograd.grad(total, leaves)
+            gradients_of("metric", total, leaves)
 
     def hooks(self, n: int, weight: float, senders: slice) -> list[Any]:
         """Backward hooks that add to the scores.
@@ -364,13 +378,12 @@ def information_flow(bridge: TransformerBridge, prompts: Prompts, **model_kwargs
         >>> bool((scores.values.sum(1) - 1).abs().max() < 1e-5)
         True
     """
-    refuse_training(bridge)
     graph, given = Graph.of(bridge), prompts_with(bridge, prompts, model_kwargs)
     streams = {port.name: _stream(graph, port) for port in graph.ports}
     wrote = written(graph, bridge, given, [*streams.values()])
     refuse_another_sum(bridge, wrote)
     parts = wrote.parts
-    counted = given.get("attention_mask", torch.ones_like(given["input_ids"])).to(parts)
+    counted = token_mask(given).to(parts)
     weights = counted / counted.sum(1, keepdim=True) / len(counted)
     values = torch.zeros(graph.exists.shape, dtype=torch.float64)
     for port in graph.ports:

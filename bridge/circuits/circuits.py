@@ -35,7 +35,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from adapters.sealed import read_file, sealed
-from bridge.analysis.analysis import refuse_training
 from bridge.bridge import TransformerBridge
 from bridge.circuits.edge_runs import (
     Curve,
@@ -43,10 +42,11 @@ from bridge.circuits.edge_runs import (
     effects_of_edges,
     evaluations,
     refuse_another_model,
+    refuse_another_width,
     share_of,
     trained_constants,
 )
-from bridge.circuits.graph import Graph, LayerShape, Metric, kl_divergence, pairs_of
+from bridge.circuits.graph import Graph, LayerShape, Metric, check_rate, pairs_of, refuse_inference_mode
 from bridge.hooks.arguments import check_choice, check_positive, refuse_wrong_types
 from bridge.patching.patching import texts_of
 from bridge.run.inputs import Prompts, prompts_with
@@ -201,6 +201,7 @@ class Circuit:
         (Circuit(2 of 479 edges), Circuit(477 of 479 edges))
     """
 
+    @refuse_wrong_types
     def __init__(
         self,
         graph: Graph,
@@ -325,8 +326,9 @@ class Circuit:
                 has its own, and for `reference`, give prompts as a processor gives them.
 
         Raises:
-            ValueError: an unknown ablation, prompts of different lengths, a circuit of another model; something besides
-                heads and MLPs differs between the streams of a pair.
+            ValueError: an unknown ablation; prompts of different lengths, or whose masks differ; a mean at a position
+                where what it is over has padding alone; a circuit of another model, or training mode; something
+                besides heads and MLPs differs between the streams of a pair.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -363,7 +365,7 @@ class Circuit:
             bridge: the bridge, in evaluation mode.
             prompts: what they are trained on, ``[batch, pos]``, or what a processor gives. Evaluate on others.
             loss: from logits to one number that is to be small; None: the divergence from the whole model's next tokens
-                at the last position.
+                at each prompt's last token.
             steps: of training.
             rate: of learning.
             model_kwargs: what else the model takes with the prompts.
@@ -372,8 +374,8 @@ class Circuit:
             The constants, for ``evaluate(ablation=)``.
 
         Raises:
-            ValueError: a circuit of another model, training mode, no step, a rate that is not positive, a loss that is
-                not finite.
+            ValueError: a circuit of another model, training mode, no step, a rate that is not positive and finite, a
+                loss that is not finite or has no gradient.
             RuntimeError: in inference mode, which makes no gradients.
 
         Example:
@@ -388,16 +390,11 @@ class Circuit:
             >>> found = circuit.evaluate(bridge, pairs.clean, pairs.corrupted, pairs.metric(), constants)
         """
         refuse_another_model(self.graph, bridge)
-        refuse_training(bridge)
+        refuse_another_width(self.neurons, bridge)
         check_positive("steps", steps)
-        if rate <= 0:
-            raise ValueError(f"rate is {rate}; it must be more than 0")
-        if torch.is_inference_mode_enabled():
-            raise RuntimeError("optimal_constants needs gradients: call it outside of torch.inference_mode()")
+        check_rate(rate)
+        refuse_inference_mode("optimal_constants")
         given = prompts_with(bridge, prompts, model_kwargs)
-        if loss is None:
-            with torch.no_grad():
-                loss = kl_divergence(bridge(given))
         return trained_constants(self.graph, self.mask, self.neurons, bridge, given, loss, steps, rate)
 
     @refuse_wrong_types
@@ -854,6 +851,7 @@ class NodeScores:
         (20.0, ['L3H2', 'L3H3', 'L3MLP', 'logits'])
     """
 
+    @refuse_wrong_types
     def __init__(
         self, graph: Graph, values: Float[Tensor, " sender"], neurons: Float[Tensor, "sender d_model"] | None = None
     ) -> None:
@@ -905,7 +903,6 @@ class NodeScores:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-#: The shares of the edges at which the Mechanistic Interpretability Benchmark looks.
 _NOTHING_TO_TELL = "all of these are in the circuit, or none is: there is nothing to tell apart"
 
 
@@ -931,6 +928,7 @@ def _check_shares(shares: Sequence[float]) -> None:
         raise ValueError(f"shares are {tuple(shares)}; they must grow, from 0 to 1")
 
 
+#: The shares of the edges at which the Mechanistic Interpretability Benchmark looks.
 SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 

@@ -18,12 +18,15 @@ from bridge.circuits.graph import (
     Metric,
     Port,
     SenderOutputs,
+    divergence_at_last_tokens,
+    gradients_of,
     heads_of,
     measured,
     names_of,
     one_number,
     pairs_of,
     refuse_another_sum,
+    token_mask,
     written,
     written_in_both,
 )
@@ -323,6 +326,8 @@ def evaluations(
         ValueError: as there.
     """
     refuse_another_model(graph, bridge)
+    for _, neurons in circuits:
+        refuse_another_width(neurons, bridge)
     one, two = pairs_of(bridge, clean, corrupted, model_kwargs)
     wrote, other = ablated(graph, bridge, one, two, ablation, reference)
     with torch.no_grad():
@@ -348,7 +353,7 @@ def trained_constants(
     neurons: Tensor | None,
     bridge: TransformerBridge,
     prompts: Mapping[str, Any],
-    loss: Metric,
+    loss: Metric | None,
     steps: int,
     rate: float,
 ) -> Float[Tensor, "sender d_model"]:
@@ -362,40 +367,51 @@ def trained_constants(
     """
     wrote = written(graph, bridge, prompts)
     refuse_another_sum(bridge, wrote)
+    loss = loss or divergence_at_last_tokens(wrote.logits, prompts)
     parts = wrote.parts
-    counted = _counted(prompts, parts)
-    means = (parts * counted).sum((1, 2), keepdim=True) / counted.sum()
-    spread = ((parts - means).square() * counted).sum((1, 2, 3), keepdim=True) / counted.sum() / parts.shape[-1]
-    sizes = spread.sqrt()
+    counted = token_mask(prompts)
+    means = _mean(parts, counted, (1, 2))
+    sizes = _mean((parts - means).square(), counted, (1, 2)).mean(-1, keepdim=True).sqrt()
     moved = torch.zeros_like(means, requires_grad=True)
     optimizer, least, best = torch.optim.Adam([moved], lr=rate), torch.inf, moved.detach().clone()
     replaced = (graph.exists & ~mask)[None]
     partly = None if neurons is None else (mask[None], ~neurons[None])
     if not replaced.any() and partly is None:  # nothing carries a constant
-        return means[:, 0, 0]
+        return means[:, 0, 0].to(parts.dtype)
     with torch.enable_grad():
         for _ in range(steps):
-            found = one_number(
-                loss, run_with_edges_replaced(graph, bridge, prompts, means + sizes * moved, replaced, partly)[0]
-            )
+            constants = (means + sizes * moved).to(parts.dtype)
+            found = one_number(loss, run_with_edges_replaced(graph, bridge, prompts, constants, replaced, partly)[0])
             if not found.isfinite():
                 raise ValueError(f"loss is {found.item()}: constants are trained to make a finite number small")
             if found.item() < least:
                 least, best = found.item(), moved.detach().clone()
-            (moved.grad,) = torch.autograd.grad(found, [moved])
+            (moved.grad,) = gradients_of("loss", found, [moved])
             optimizer.step()
-    return (means + sizes * best)[:, 0, 0]
+    return (means + sizes * best)[:, 0, 0].to(parts.dtype)
+
+
+def refuse_another_width(neurons: Tensor | None, bridge: TransformerBridge) -> None:
+    """Refuses neurons of another model.
+
+    Raises:
+        ValueError: they are not as many as a sender of this model writes.
+    """
+    if neurons is not None and neurons.shape[1] != bridge.cfg.d_model:
+        raise ValueError(
+            f"there are {neurons.shape[1]} neurons of each sender, and this model has {bridge.cfg.d_model}"
+        )
 
 
 def refuse_another_model(graph: Graph, bridge: TransformerBridge) -> None:
-    """Refuses a circuit of another graph than the model's.
+    """Refuses a graph, of a circuit or of its own, that is not the model's.
 
     Raises:
         ValueError: it is.
     """
     model_graph = Graph.of(bridge)
     if graph != model_graph:
-        raise ValueError(f"the circuit is of {graph}, and this model is {model_graph}")
+        raise ValueError(f"the graph is {graph}, and this model is {model_graph}")
 
 
 def ablated(
@@ -436,20 +452,26 @@ def ablated(
     lengths = [each["input_ids"].shape[1] for each in (prompts, corrupted)]
     if lengths[0] != lengths[1]:
         raise ValueError(f"reference prompts have {lengths[0]} tokens, and these {lengths[1]}")
+    counted = token_mask(prompts)
+    if ablation == "mean" and (lacks := (token_mask(clean).any(0) & ~counted.any(0)).nonzero().flatten().tolist()):
+        raise ValueError(
+            f"the mean has nothing to be over at positions {lacks}: clean prompts have tokens there, and what the mean "
+            "is over has padding alone"
+        )
     one, other = written_in_both(graph, bridge, clean, corrupted)
     if ablation == "resample":
         return one, other.parts
     if ablation == "zero":
         return one, torch.zeros_like(other.parts[:, :1])
     parts = other.parts if reference is None else written(graph, bridge, prompts).parts
-    counted = _counted(prompts, parts)
-    return one, (parts * counted).sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1)
+    return one, _mean(parts, counted, (1,)).to(parts.dtype)
 
 
-def _counted(prompts: Mapping[str, Any], parts: Tensor) -> Tensor:
-    """1 for each token, 0 for padding, ``[1, batch, pos, 1]``."""
-    mask = prompts.get("attention_mask", torch.ones_like(prompts["input_ids"]))
-    return mask.to(parts)[None, :, :, None]
+def _mean(parts: Tensor, counted: Bool[Tensor, "batch pos"], over: tuple[int, ...]) -> Tensor:
+    """The mean over some axes, of tokens alone, in single precision or better: a sum of halves has no room."""
+    here = counted[None, :, :, None]
+    total = parts.where(here, 0).sum(over, keepdim=True, dtype=torch.promote_types(parts.dtype, torch.float32))
+    return total / here.sum(over, keepdim=True).clamp(min=1)
 
 
 @refuse_wrong_types
@@ -465,7 +487,7 @@ def mean_outputs(bridge: TransformerBridge, prompts: Iterable[Prompts]) -> Float
         A vector for each sender of the model's graph, for ``evaluate(ablation=)``.
 
     Raises:
-        ValueError: no prompts; a model without such a graph.
+        ValueError: no prompts, or padding alone; a model without such a graph, or in training mode.
 
     Example:
         >>> from bridge import TransformerBridge
@@ -474,16 +496,16 @@ def mean_outputs(bridge: TransformerBridge, prompts: Iterable[Prompts]) -> Float
         >>> mean_outputs(bridge, [bridge.to_tokens("Mary and"), bridge.to_tokens("When Mary and John")]).shape
         torch.Size([21, 128])
     """
-    graph, whole, count = Graph.of(bridge), None, 0.0
+    graph, whole, count = Graph.of(bridge), None, 0
     for batch in prompts:
         given = prompts_with(bridge, batch, {})
         wrote = written(graph, bridge, given)
         refuse_another_sum(bridge, wrote)
-        counted = _counted(given, wrote.parts)
-        here = (wrote.parts * counted).sum((1, 2), dtype=torch.float64)
-        whole, count = here if whole is None else whole + here, count + float(counted.sum())
-    if whole is None:
-        raise ValueError("there are no prompts to take the mean over")
+        counted = token_mask(given)
+        here = wrote.parts.where(counted[None, :, :, None], 0).sum((1, 2), dtype=torch.float64)
+        whole, count = here if whole is None else whole + here, count + int(counted.sum())
+    if whole is None or not count:
+        raise ValueError("there are no prompts to take the mean over, or padding alone")
     return (whole / count).to(bridge.cfg.dtype)
 
 

@@ -7,6 +7,7 @@ there is an edge (Elhage et al. 2021, "A Mathematical Framework for Transformer 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -16,11 +17,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from bridge.analysis.analysis import refuse_no_sum
+from bridge.analysis.analysis import refuse_no_sum, refuse_training
 from bridge.analysis.layer_outputs import post_norm
 from bridge.bridge import TransformerBridge
 from bridge.hooks.arguments import refuse_wrong_types
 from bridge.hooks.names import suggestion
+from bridge.hooks.rows import places_of
 from bridge.run.inputs import Prompts, prompts_with
 
 
@@ -316,6 +318,52 @@ def one_number(metric: Metric, logits: Float[Tensor, "batch pos d_vocab"]) -> Te
     return found.squeeze()
 
 
+def gradients_of(name: str, number: Tensor, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The gradients of what a metric says.
+
+    Args:
+        name: what the metric is called.
+        number: what it says.
+        leaves: what the logits were computed from.
+
+    Raises:
+        ValueError: it was not computed from the logits in a way that has a gradient.
+    """
+    found = torch.autograd.grad(number, leaves, allow_unused=True) if number.requires_grad else ()
+    if not found or any(one is None for one in found):
+        raise ValueError(
+            f"{name} gives a number without a gradient: compute it from the logits that it is given, by PyTorch, "
+            "without detach(), item() or argmax()"
+        )
+    return found
+
+
+def refuse_inference_mode(name: str) -> None:
+    """Refuses a study that needs gradients where there are none.
+
+    Args:
+        name: the study's.
+
+    Raises:
+        RuntimeError: it is in inference mode.
+    """
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(f"{name} needs gradients: call it outside of torch.inference_mode()")
+
+
+def check_rate(rate: float) -> None:
+    """Refuses a rate of learning by which nothing is learned.
+
+    Args:
+        rate: the rate.
+
+    Raises:
+        ValueError: it is not positive, or not finite.
+    """
+    if not 0 < rate < math.inf:
+        raise ValueError(f"rate is {rate}; it must be more than 0, and finite")
+
+
 @refuse_wrong_types
 def logit_difference(
     answers: Int[Tensor, " batch"],
@@ -345,8 +393,7 @@ def logit_difference(
     def metric(logits: Tensor) -> Tensor:
         if logits.shape[0] != len(answers):
             raise ValueError(f"the logits have {logits.shape[0]} rows, and there are {len(answers)} answers")
-        rows = torch.arange(len(answers), device=logits.device)
-        here = logits[:, position] if isinstance(position, int) else logits[rows, position.to(logits.device)]
+        here, rows = _at(logits, position), torch.arange(len(answers), device=logits.device)
         found = here[rows, answers.to(logits.device)] - here[rows, wrong.to(logits.device)]
         return found if each else found.mean()
 
@@ -354,13 +401,27 @@ def logit_difference(
     return metric
 
 
+def _at(
+    logits: Float[Tensor, "batch pos d_vocab"], position: int | Int[Tensor, " batch"]
+) -> Float[Tensor, "batch d_vocab"]:
+    """Each prompt's logits at a position, or at its own."""
+    if isinstance(position, int):
+        return logits[:, position]
+    if len(position) != len(logits):
+        raise ValueError(f"the logits have {len(logits)} rows, and there are {len(position)} positions")
+    return logits[torch.arange(len(position), device=logits.device), position.to(logits.device)]
+
+
 @refuse_wrong_types
-def kl_divergence(right: Float[Tensor, "batch pos d_vocab"], position: int = -1) -> Metric:
+def kl_divergence(right: Float[Tensor, "batch pos d_vocab"], position: int | Int[Tensor, " batch"] = -1) -> Metric:
     """The Kullback-Leibler divergence of next-token distributions from the right ones, in nats, mean over the prompts.
 
     Args:
         right: the logits of the unpatched model.
-        position: where to look.
+        position: where to look, for all prompts or for each.
+
+    Raises:
+        ValueError: there are not as many positions as prompts.
 
     Example:
         >>> import torch
@@ -369,14 +430,27 @@ def kl_divergence(right: Float[Tensor, "batch pos d_vocab"], position: int = -1)
         >>> kl_divergence(logits)(logits).item()
         0.0
     """
-    target = right[:, position].detach().log_softmax(-1)
+    target = _at(right, position).detach().log_softmax(-1)
 
     def metric(logits: Tensor) -> Tensor:
-        found = logits[:, position].log_softmax(-1)
+        found = _at(logits, position).log_softmax(-1)
         return (target.exp() * (target - found)).sum(-1).mean()
 
     metric.__name__ = "kl_divergence"
     return metric
+
+
+def divergence_at_last_tokens(right: Float[Tensor, "batch pos d_vocab"], prompts: Mapping[str, Any]) -> Metric:
+    """The divergence at each prompt's own last token: the loss of what is trained, where none is given.
+
+    Args:
+        right: the logits of the whole model.
+        prompts: what it ran on; the mask says where each prompt ends.
+
+    Raises:
+        ValueError: a prompt has no token.
+    """
+    return kl_divergence(right, places_of(prompts.get("attention_mask"), -1, right.shape))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -448,6 +522,15 @@ def heads_of(
     return results.movedim(-2, 0)
 
 
+def token_mask(prompts: Mapping[str, Any]) -> Bool[Tensor, "batch pos"]:
+    """What is a token, and no padding.
+
+    Args:
+        prompts: as runs take them.
+    """
+    return prompts.get("attention_mask", torch.ones_like(prompts["input_ids"])).bool()
+
+
 def pairs_of(
     bridge: TransformerBridge, clean: Prompts, corrupted: Prompts, model_kwargs: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -459,13 +542,17 @@ def pairs_of(
         model_kwargs: further arguments of the model, for both.
 
     Raises:
-        ValueError: they differ in shape.
+        ValueError: they differ in shape, or in what is padding.
     """
     one, other = (prompts_with(bridge, prompts, model_kwargs) for prompts in (clean, corrupted))
     if one["input_ids"].shape != other["input_ids"].shape:
         raise ValueError(
             f"clean tokens are {list(one['input_ids'].shape)} and corrupted ones {list(other['input_ids'].shape)}: "
             "pairs need one shape, [batch, pos]"
+        )
+    if not torch.equal(token_mask(one), token_mask(other)):
+        raise ValueError(
+            "the masks of clean and corrupted prompts differ: pairs need as many tokens, in the same places"
         )
     return one, other
 
@@ -482,6 +569,9 @@ def written(
         also: other hook points that are read in the same run.
         gradients: whether they keep the graph that they were computed by.
 
+    Raises:
+        ValueError: the model is in training mode. All studies of circuits pass here before they do anything else.
+
     Example:
         >>> from bridge import TransformerBridge
         >>> from bridge.circuits import Graph
@@ -490,6 +580,7 @@ def written(
         >>> written(Graph.of(bridge), bridge, bridge.to_tokens("Mary and")).parts.shape
         torch.Size([21, 1, 3, 128])
     """
+    refuse_training(bridge)
     n = len(graph.layers)
     names = ["blocks.0.hook_resid_pre", f"blocks.{n - 1}.hook_resid_post"]
     for layer, shape in enumerate(graph.layers):

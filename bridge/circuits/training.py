@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from bridge.analysis.analysis import refuse_training
 from bridge.bridge import TransformerBridge
 from bridge.circuits.circuits import EdgeScores
 from bridge.circuits.edge_runs import ablated, run_with_edges_replaced
-from bridge.circuits.graph import Graph, Metric, kl_divergence, one_number, pairs_of
+from bridge.circuits.graph import (
+    Graph,
+    Metric,
+    check_rate,
+    divergence_at_last_tokens,
+    gradients_of,
+    one_number,
+    pairs_of,
+    refuse_inference_mode,
+)
 from bridge.hooks.arguments import check_positive, refuse_wrong_types
 from bridge.run.inputs import Prompts
 
@@ -44,7 +53,7 @@ def trained_edges(
         bridge: the bridge, in evaluation mode.
         clean, corrupted: pairs of prompts, ``[batch, pos]``, or what a processor gives.
         loss: from logits ``[batch, pos, d_vocab]`` to one number that is to be small; None: the divergence from the
-            whole model's next tokens at the last position.
+            whole model's next tokens at each prompt's last token.
         penalty: what an edge costs, in the loss's units.
         steps, rate: of training, by Adam.
         samples: how many circuits each prompt runs with in a step, all in one batch.
@@ -56,8 +65,8 @@ def trained_edges(
         The probabilities: unlike other scores they are never negative.
 
     Raises:
-        ValueError: as `Circuit.evaluate`; training mode, no step or sample, a rate that is not positive, a penalty
-            below 0, a loss that is not finite.
+        ValueError: as `Circuit.evaluate`; no step or sample, a rate that is not positive and finite, a penalty
+            below 0 or not finite, a loss that is not finite or has no gradient.
         RuntimeError: in inference mode, which makes no gradients.
 
     Example:
@@ -70,16 +79,15 @@ def trained_edges(
         >>> 0 <= float(scores.values.min()) <= float(scores.values.max()) <= 1
         True
     """
-    refuse_training(bridge)
     for name, number in (("steps", steps), ("samples", samples)):
         check_positive(name, number)
-    if rate <= 0 or penalty < 0:
-        raise ValueError(f"rate is {rate} and penalty {penalty}; the rate is more than 0, and the penalty not less")
-    if torch.is_inference_mode_enabled():
-        raise RuntimeError("trained_edges needs gradients: call it outside of torch.inference_mode()")
+    check_rate(rate)
+    if not 0 <= penalty < math.inf:
+        raise ValueError(f"penalty is {penalty}; it must be 0 or more, and finite")
+    refuse_inference_mode("trained_edges")
     graph, (one, two) = Graph.of(bridge), pairs_of(bridge, clean, corrupted, model_kwargs)
     wrote, other = ablated(graph, bridge, one, two, ablation, reference)
-    loss = loss or kl_divergence(wrote.logits)
+    loss = loss or divergence_at_last_tokens(wrote.logits, one)
     numbers = torch.Generator().manual_seed(seed)
     given = torch.ones(graph.n_edges, requires_grad=True)
     optimizer, rows = torch.optim.Adam([given], lr=rate), len(one["input_ids"])
@@ -92,7 +100,8 @@ def trained_edges(
             logits = run_with_edges_replaced(graph, bridge, one, other, replaced.to(other))
             found = torch.stack([one_number(loss, some) for some in logits]).mean()
             _refuse_not_finite(found)
-            (given.grad,) = torch.autograd.grad(found.cpu() + penalty * probability.sum(), [given])
+            (slope,) = gradients_of("loss", found, [given])
+            given.grad = slope + penalty * (probability * (1 - probability)).detach()
             optimizer.step()
     values = torch.zeros(graph.exists.shape)
     values[graph.exists] = given.detach().sigmoid()

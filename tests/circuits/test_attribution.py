@@ -6,13 +6,21 @@ from jaxtyping import TypeCheckError
 
 from bridge import TransformerBridge
 from bridge.circuits import (
+    Circuit,
     EdgeScores,
     Graph,
     edge_attribution,
+    edge_effects,
+    faithfulness_curve,
     information_flow,
     kl_divergence,
     logit_difference,
+    mean_outputs,
     mean_scores,
+    node_attribution,
+    node_effects,
+    path_patching,
+    trained_edges,
 )
 from bridge.circuits.edge_runs import run_with_edges_replaced
 from bridge.circuits.graph import written
@@ -222,5 +230,39 @@ def test_refusals(gpt2, graph, clean, corrupted, metric):
         EdgeScores(graph, torch.zeros(2, 2))
     with pytest.raises(ValueError, match="scores are NaN"):
         EdgeScores(graph, torch.full(graph.exists.shape, float("nan")))
-    with pytest.raises(ValueError, match="training mode"):
-        edge_attribution(TransformerBridge(tiny("gpt2").train()), clean, corrupted, metric)
+    for attribution in (edge_attribution, node_attribution):
+        with pytest.raises(ValueError, match="and this model is"):
+            attribution(gpt2, clean, corrupted, metric, graph=Graph(graph.layers[:2]))
+        for without in (lambda logits: metric(logits.detach()), lambda logits: float(metric(logits.detach()))):
+            with pytest.raises(ValueError, match="metric gives a number without a gradient"):
+                attribution(gpt2, clean, corrupted, without)
+        with pytest.raises(RuntimeError, match="attribution needs gradients"), torch.inference_mode():
+            attribution(gpt2, clean, corrupted, metric)
+        with pytest.raises(ValueError, match="is the same in the clean run and in what replaces it"):
+            attribution(gpt2, clean, clean, metric)
+
+
+def test_training_mode_is_refused_everywhere(graph, clean, corrupted, metric):
+    """Dropout of patterns alone: what is written between two runs of the same prompts still sums to the stream."""
+    model = tiny("gpt2")
+    for name, part in model.named_modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.5 if name.endswith("attn_dropout") else 0.0
+    bridge = TransformerBridge(model.train())
+    circuit, scores = Circuit(graph, graph.exists), EdgeScores(graph, torch.ones(graph.exists.shape))
+    studies = [
+        lambda: edge_attribution(bridge, clean, corrupted, metric),
+        lambda: node_attribution(bridge, clean, corrupted, metric),
+        lambda: edge_effects(bridge, clean, corrupted, metric, ["embed->logits"], verbose=False),
+        lambda: node_effects(bridge, clean, corrupted, metric),
+        lambda: path_patching(bridge, clean, corrupted, metric, ["L0H0"], ["logits"]),
+        lambda: information_flow(bridge, clean),
+        lambda: mean_outputs(bridge, [clean]),
+        lambda: circuit.evaluate(bridge, clean, corrupted, metric),
+        lambda: circuit.optimal_constants(bridge, clean),
+        lambda: faithfulness_curve(scores, bridge, clean, corrupted, metric),
+        lambda: trained_edges(bridge, clean, corrupted),
+    ]
+    for study in studies:
+        with pytest.raises(ValueError, match="training mode"):
+            study()

@@ -365,7 +365,7 @@ def test_the_benchmarks_file_is_written_and_read(gpt2, graph, tmp_path):
     grouped = TransformerBridge(tiny("llama"))
     with pytest.raises(ValueError, match="all with keys of their own"):
         Circuit.of_edges(Graph.of(grouped), ["embed->logits"]).to_mib(file, grouped)
-    with pytest.raises(ValueError, match="the circuit is of"):
+    with pytest.raises(ValueError, match="and this model is"):
         circuit.to_mib(file, grouped)
 
 

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from jaxtyping import TypeCheckError
 
+from bridge import TransformerBridge
 from bridge.circuits import (
     Circuit,
     EdgeScores,
@@ -12,6 +14,7 @@ from bridge.circuits import (
     edge_effects,
     faithfulness_curve,
     joined,
+    kl_divergence,
     logit_difference,
     mean_outputs,
     mean_scores,
@@ -24,7 +27,7 @@ from bridge.circuits.training import _absent
 from bridge.tasks import compiled, trained
 from bridge.tasks.compiled import TRAINED
 from tests.analysis.models import bridge_of
-from tests.conftest import torch_hooks
+from tests.conftest import tiny, torch_hooks
 
 
 def outputs_of(hand, tokens):
@@ -198,6 +201,29 @@ def test_prompts_of_several_lengths(gpt2, graph):
         mean_outputs(gpt2, [])
 
 
+def test_what_is_trained_without_a_loss_reads_each_prompts_last_token(gpt2, graph):
+    """Padding behind a prompt is not what its next token is read at: as with a loss at the last tokens by hand."""
+    rows = [torch.arange(1, 6), torch.arange(11, 14)]
+    batch, other = padded(rows), padded([row.flip(0) for row in rows])
+    right = gpt2(batch).detach().log_softmax(-1)
+
+    def by_hand(logits):
+        found = logits.log_softmax(-1)
+        both = (
+            [right[row, len(rows[row]) - 1] for row in range(2)],
+            [found[row, len(rows[row]) - 1] for row in range(2)],
+        )
+        return sum((one.exp() * (one - here)).sum() for one, here in zip(*both, strict=True)) / 2
+
+    found = trained_edges(gpt2, batch, other, steps=5)
+    torch.testing.assert_close(found.values, trained_edges(gpt2, batch, other, by_hand, steps=5).values)
+    none = Circuit.of_edges(graph, [])
+    constants = none.optimal_constants(gpt2, batch, steps=5)
+    torch.testing.assert_close(constants, none.optimal_constants(gpt2, batch, by_hand, steps=5))
+    with pytest.raises((ValueError, TypeCheckError)):  # whichever looks first at the shapes
+        kl_divergence(right, torch.tensor([4, 2]))(right[:1])
+
+
 def test_the_mean_leaves_padding_out(gpt2, graph, metric):
     rows = [torch.arange(1, 6), torch.arange(11, 14)]
     batch = padded(rows)
@@ -210,6 +236,42 @@ def test_the_mean_leaves_padding_out(gpt2, graph, metric):
         model = gpt2.original_model
         right = metric(model.lm_head(model.transformer.ln_f(end)).expand(2, -1, -1))
     assert found == pytest.approx(float(right))
+
+
+def test_prompts_with_padding_in_other_places_are_refused(gpt2, graph, metric):
+    long, short = padded([torch.arange(1, 6)] * 2), padded([torch.arange(1, 6), torch.arange(1, 4)])
+    none = Circuit.of_edges(graph, [])
+    studies = [
+        lambda: none.evaluate(gpt2, long, short, metric),
+        lambda: edge_attribution(gpt2, short, long, metric),
+        lambda: trained_edges(gpt2, long, short, steps=1),
+    ]
+    for study in studies:
+        with pytest.raises(ValueError, match="the masks of clean and corrupted prompts differ"):
+            study()
+    behind = long | {"attention_mask": torch.tensor([[0, 0, 1, 1, 1]] * 2)}
+    with pytest.raises(ValueError, match=r"nothing to be over at positions \[0, 1\]"):
+        none.evaluate(gpt2, long, long, metric, "mean", behind)
+    none.evaluate(gpt2, behind, behind, metric, "mean", behind)  # nobody has a token there
+    with pytest.raises(ValueError, match="padding alone"):
+        mean_outputs(gpt2, [long | {"attention_mask": torch.zeros(2, 5, dtype=torch.long)}])
+
+
+def test_means_of_halves_do_not_overflow():
+    """The sum of what the embeddings write passes 65,504, the largest half; its mean is far from that."""
+    model = tiny("gpt2")
+    model.transformer.wte.weight.data[:, 3] += 400
+    bridge = TransformerBridge(model.half())
+    tokens = torch.randint(0, 61, (200, 5), generator=torch.Generator().manual_seed(0))
+    metric = lambda logits: logits[:, -1, 7].float().mean()
+    none = Circuit.of_edges(Graph.of(bridge), [])
+    assert none.evaluate(bridge, tokens, tokens, metric, "mean").ablated == pytest.approx(
+        none.evaluate(bridge, tokens[:100], tokens[:100], metric, "mean", tokens).ablated, rel=1e-2, abs=1e-2
+    )
+    constants = none.optimal_constants(bridge, tokens, steps=2)
+    assert constants.dtype == torch.float16 and bool(constants.isfinite().all())
+    right = written(none.graph, bridge, tokens).parts.double().mean((1, 2))
+    torch.testing.assert_close(mean_outputs(bridge, [tokens]).double(), right, rtol=1e-3, atol=1e-3)
 
 
 def test_what_is_drawn_of_edges():
@@ -243,6 +305,37 @@ def test_trained_edges_are_the_known_circuit():
         trained_edges(task.bridge, task.clean, task.corrupted)
     with pytest.raises(ValueError, match=r"rate is 0\.0"):
         trained_edges(task.bridge, task.clean, task.corrupted, rate=0.0)
+    for name, number in [("rate", torch.nan), ("rate", torch.inf), ("rate", -1.0)]:
+        with pytest.raises(ValueError, match=f"{name} is {number}"):
+            trained_edges(task.bridge, task.clean, task.corrupted, **{name: number})
+    for number in (torch.nan, torch.inf, -1.0):
+        with pytest.raises(ValueError, match=f"penalty is {number}"):
+            trained_edges(task.bridge, task.clean, task.corrupted, penalty=number)
+    weight = torch.ones(1, requires_grad=True)
+    for without in (
+        lambda logits: logits.detach().sum(),
+        lambda logits: float(logits.detach().sum()),
+        lambda logits: weight,
+    ):
+        with pytest.raises(ValueError, match="loss gives a number without a gradient"):
+            trained_edges(task.bridge, task.clean, task.corrupted, without)
+        with pytest.raises(ValueError, match="loss gives a number without a gradient"):
+            Circuit.of_edges(scores.graph, []).optimal_constants(task.bridge, task.clean, without)
+
+
+def test_neurons_of_another_model_are_refused(gpt2, graph, clean, corrupted, metric):
+    wide = torch.ones(len(graph.senders), gpt2.cfg.d_model + 1)
+    for circuit in (
+        Circuit(graph, graph.exists, neurons=wide.bool()),
+        NodeScores(graph, wide[:, 0], wide).top_neurons(9),
+    ):
+        with pytest.raises(ValueError, match="33 neurons of each sender, and this model has 32"):
+            circuit.evaluate(gpt2, clean, corrupted, metric)
+        with pytest.raises(ValueError, match="33 neurons of each sender, and this model has 32"):
+            circuit.optimal_constants(gpt2, clean)
+    for wrong in ({"mask": graph.exists.float()}, {"mask": graph.exists, "neurons": wide[:, :-1]}):
+        with pytest.raises((TypeError, TypeCheckError)):  # whichever looks first at what kind of numbers they are
+            Circuit(graph, **wrong)
 
 
 @pytest.mark.parametrize("program", TRAINED)
