@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from adapters.linear import bias_of, head_results, project_per_head
-from adapters.norms import Norm, NormKind, norm_points
+from adapters.norms import Norm, norm_points
 from adapters.points import LinkedPoint, PointList, Site, SiteKind, join, module_path
 from adapters.views import (
     Affine,
@@ -136,7 +136,6 @@ class Projection:
         latent: the module whose output is the latent that they are made from, relative to the part's module ("": there
             is one, that no module puts out). Keys are then what is made from the latent; a part that all heads share is
             in `hook_rot_k` only.
-        latent_norm: what that module computes, where it is a norm.
     """
 
     path: str
@@ -145,7 +144,6 @@ class Projection:
     bias: str | None = None
     width: int | None = None
     latent: str | None = None
-    latent_norm: NormKind | None = None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -528,16 +526,9 @@ class AttentionPoints:
     def _add_projections(self) -> None:
         """Queries, keys and values, and the latents that they are made from."""
         part, inner, pos = self.part, self.points.inside(self.name), self.points.pos
-        for name, made in (("q", part.q), ("kv", part.k)):
-            if not made.latent:
-                continue
-            site, axes, aliases = self._site(made.latent), f"batch {pos} d_{name}_latent", tuple[str, ...]()
-            if made.latent_norm is not None:
-                norm = f"{name}_a_layernorm"
-                inner.add(f"{norm}.hook_in", Site(site.path, "input"), axes=axes, group="extra")
-                norm_points(inner, norm, made.latent_norm, site, axes=axes)
-                aliases = (f"{norm}.hook_out",)
-            inner.add(f"hook_{name}_latent", site, axes=axes, aliases=aliases)
+        for name, latent in (("q", part.q.latent), ("kv", part.k.latent)):
+            if latent:
+                inner.add(f"hook_{name}_latent", self._site(latent), axes=f"batch {pos} d_{name}_latent")
         fused = len({projection.path for projection in part.projections.values()}) < len(part.projections)
         for letter, projection in part.projections.items():
             own_pos = self.key_pos if part.cross and letter != "q" else pos

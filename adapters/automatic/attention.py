@@ -24,7 +24,7 @@ from adapters.attention import (
 from adapters.automatic.norms import heads_view, parameter_of, relative, rounded, same_numbers
 from adapters.automatic.parts import FoundPart, Norms
 from adapters.mixers import axes_of
-from adapters.norms import Norm, NormKind
+from adapters.norms import Norm
 from adapters.observe.gradients import (
     by_position,
     disjoint_sets,
@@ -348,11 +348,10 @@ class FoundAttention:
                 bias=bias and bias[0],
                 width=len(sets[0]),
             )
-        latent, kind = self._latent("q")
-        q = replace(projections["q"], latent=latent, latent_norm=kind)
+        latents = {"q": self._latent("q")}
         if self.keys_of is None:
-            latent, kind = (None, None) if self.cross else self._latent("k", "v")
-            k, v = (replace(projections[letter], latent=latent, latent_norm=kind) for letter in "kv")
+            latents["kv"] = None if self.cross else self._latent("k", "v")
+            k, v = (replace(projections[letter], latent=latents["kv"]) for letter in "kv")
         else:
             source = self.keys_of[1].declared
             assert source is not None
@@ -363,7 +362,7 @@ class FoundAttention:
         core = self.softmax.path
         declared = Attention(
             relative(owner, self.block.path),
-            q,
+            replace(projections["q"], latent=latents["q"]),
             k,
             v,
             o=relative(self.part.producer.path, owner),
@@ -378,24 +377,22 @@ class FoundAttention:
             raise NotFound(f"it has {len(self.found['k'][1])} heads of keys, and {len(self.found['v'][1])} of values")
         return declared
 
-    def _latent(self, *letters: str) -> tuple[str | None, NormKind | None]:
-        """What a projection reads that is neither the part's input nor its norm: made inside of it, and by which norm.
+    def _latent(self, *letters: str) -> str | None:
+        """What a projection reads that is neither the part's input nor its norm: made inside of it.
 
         Raises:
             NotFound: keys have one, and values none, or another.
         """
-        found: set[tuple[str | None, NormKind | None]] = set()
+        found: set[str | None] = set()
         for letter in letters:
             entered = self.found[letter][0].entered
             assert entered is not None
             made = [c for c in self.sources if c.left[0].mark == entered.mark and c.end < self.found[letter][0].start]
             pre = self.part.pre is not None and bool(made) and made[-1].path == self.part.pre.path
             if self.owner.reads(entered.mark) or pre:
-                found.add((None, None))
-            elif made:
-                found.add((relative(made[-1].path, self.owner.path), self.norms.get(made[-1])))
+                found.add(None)
             else:
-                found.add(("", None))
+                found.add(relative(made[-1].path, self.owner.path) if made else "")
         if len(found) > 1:
             raise NotFound("keys and values are not made from one latent")
         return found.pop()

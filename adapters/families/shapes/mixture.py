@@ -13,7 +13,6 @@ from adapters.architecture import Architecture
 from adapters.attention import Attention, Projection
 from adapters.families.shapes.llama import FEED_FORWARD, Differences, llama_like
 from adapters.feed_forward import MLP, MoE
-from adapters.norms import RMS_NORM
 from adapters.registry import UndeclaredOptionError
 from adapters.views import Composed, OneHead, View, gathered, interleaved
 
@@ -96,16 +95,11 @@ def latent_attention(config: PreTrainedConfig) -> Attention:
             gathered(tuple(tuple(range(start + first, start + last)) for start in starts))
             for first, last in ((0, plain), (plain, plain + d_v))
         ]
-    k, v = (
-        Projection("kv_b_proj", Composed(OneHead(), view), latent="kv_a_layernorm", latent_norm=RMS_NORM)
-        for view in views
-    )
-    q = Projection("q_proj", width=plain + turned)
-    if config.q_lora_rank is not None:
-        q = replace(q, path="q_b_proj", latent="q_a_layernorm", latent_norm=RMS_NORM)
+    k, v = (Projection("kv_b_proj", Composed(OneHead(), view), latent="kv_a_layernorm") for view in views)
+    low = config.q_lora_rank is not None
     return Attention(
         "self_attn",
-        q,
+        Projection("q_b_proj" if low else "q_proj", width=plain + turned, latent="q_a_layernorm" if low else None),
         replace(k, width=None if plain == d_v else plain),
         v,
         o="o_proj",
