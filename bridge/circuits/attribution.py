@@ -101,10 +101,9 @@ def edge_attribution(
         EdgeScores(479 edges of 4 layers)
     """
     check_choice("method", method, METHODS)
-    graph = graph or Graph.of(bridge)
     found = _Gradients(graph, bridge, metric)
     found.by(method, steps, pairs_of(bridge, clean, corrupted, model_kwargs), ablation, reference)
-    return EdgeScores(graph, found.scores)
+    return EdgeScores(found.graph, found.scores)
 
 
 @refuse_wrong_types
@@ -152,10 +151,9 @@ def node_attribution(
     """
     check_choice("method", method, METHODS[:-1])
     check_choice("mlps", mlps, ("output", "input"))
-    graph = graph or Graph.of(bridge)
     found = _NeuronGradients(graph, bridge, metric, mlps)
     found.by(method, steps, pairs_of(bridge, clean, corrupted, model_kwargs), ablation, reference)
-    return NodeScores(graph, found.scores.sum(1), found.scores)
+    return NodeScores(found.graph, found.scores.sum(1), found.scores)
 
 
 def _refuse_no_difference(change: Float[Tensor, "sender batch pos d_model"]) -> None:
@@ -182,9 +180,12 @@ class _Gradients:
     prompts: Mapping[str, Any]
     change: Float[Tensor, "sender batch pos d_model"]
 
-    def __init__(self, graph: Graph, bridge: TransformerBridge, metric: Metric) -> None:
+    def __init__(self, graph: Graph | None, bridge: TransformerBridge, metric: Metric) -> None:
         refuse_inference_mode("attribution")
-        refuse_another_model(graph, bridge)
+        if graph is None:
+            graph = Graph.of(bridge)
+        else:
+            refuse_another_model(graph, bridge)
         self.graph, self.bridge, self.metric = graph, bridge, metric
         self.scores = torch.zeros(len(graph.receivers), len(graph.senders))
 
@@ -324,10 +325,10 @@ class _NeuronGradients(_Gradients):
 
     first_step = 1
 
-    def __init__(self, graph: Graph, bridge: TransformerBridge, metric: Metric, mlps: str) -> None:
+    def __init__(self, graph: Graph | None, bridge: TransformerBridge, metric: Metric, mlps: str) -> None:
         super().__init__(graph, bridge, metric)
         self.mlp_point = {"output": "hook_mlp_out", "input": "hook_mlp_in"}[mlps]
-        self.scores = torch.zeros(len(graph.senders), bridge.cfg.d_model)
+        self.scores = torch.zeros(len(self.graph.senders), bridge.cfg.d_model)
 
     def hooks(self, n: int, weight: float, senders: slice) -> list[Any]:
         """Backward hooks that add to the scores; `senders` are all."""
