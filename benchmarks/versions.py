@@ -47,6 +47,18 @@ class Cell:
     def name(self) -> str:
         return f"transformers-{self.transformers}-torch-{self.torch}-python-{self.python}"
 
+    @property
+    def which(self) -> str:
+        """As a note names it."""
+        python = "" if self.python == PYTHON else f" and Python {self.python}"
+        return f"{self.transformers} with torch {self.torch}{python}"
+
+    @property
+    def row(self) -> re.Pattern[str]:
+        """How its row of the table begins."""
+        begin = f"| {self.transformers} | {self.torch}"
+        return re.compile(rf"{re.escape(begin)}\S* \| {re.escape(self.python)}[ .]")
+
 
 NEWEST = "5.23.0"
 CELLS = (
@@ -176,26 +188,35 @@ def counted(cases: list[ET.Element]) -> dict[str, Any]:
     return {"passed": passed, "failed": failed, "told": told}
 
 
-def page(results: dict[str, dict[str, Any]]) -> str:
-    """docs/versions.md."""
+def page(results: dict[str, dict[str, Any]], before: str) -> str:
+    """docs/versions.md: what was measured now, and what the page said before of other cells."""
     rows: list[str] = []
-    notes: dict[str, list[str]] = {}  # what is to be said, and of which cells
+    notes = told_before(before, {cell.which for cell in CELLS if cell.name in results})
     for cell in CELLS:
         found = results.get(cell.name)
         if found is None:
-            continue
-        which = f"{cell.transformers} with torch {cell.torch}"
-        if "not measured" in found:
+            rows += [line for line in before.splitlines() if cell.row.match(line)]
+        elif "not measured" in found:
             rows.append(f"| {cell.transformers} | {cell.torch} | {cell.python} | not measured here | | | |")
-            notes.setdefault(found["not measured"], []).append(f"{which} and Python {cell.python}")
-            continue
-        cells = [short(found[part]) for part in PARTS]
-        rows.append(f"| {found['transformers']} | {found['torch']} | {found['python']} | {' | '.join(cells)} |")
-        for part in PARTS:
-            for note in said(found[part], cell.transformers):
-                notes.setdefault(note, []).append(which)
+            notes.setdefault(found["not measured"], []).append(cell.which)
+        else:
+            cells = [short(found[part]) for part in PARTS]
+            rows.append(f"| {found['transformers']} | {found['torch']} | {found['python']} | {' | '.join(cells)} |")
+            for part in PARTS:
+                for note in said(found[part], cell.transformers):
+                    notes.setdefault(note, []).append(cell.which)
     lines = [f"- {note}. ({'; '.join(cells)})" for note, cells in notes.items()]
     return "\n".join([HEAD, *rows, "", "What did not pass, and where:", "", *lines, "", TAIL])
+
+
+def told_before(page: str, but: set[str]) -> dict[str, list[str]]:
+    """The page's notes, each with the cells that it is of; those of some cells are left out."""
+    found: dict[str, list[str]] = {}
+    for line in page.splitlines():
+        if note := re.fullmatch(r"- (.*)\. \((\d[^()]* with torch [^()]*)\)", line):
+            kept = [which for which in note[2].split("; ") if which not in but]
+            found |= {note[1]: kept} if kept else {}
+    return found
 
 
 def short(found: dict[str, Any]) -> str:
@@ -270,9 +291,9 @@ def main() -> None:
         cells = [short(found[part]) for part in PARTS] if "not measured" not in found else [found["not measured"]]
         print(cell.name, *cells, sep="  ", flush=True)
     if not given.check:
-        _, title, installed = PAGE.read_text().partition(INSTALLED)
+        before, title, installed = PAGE.read_text().partition(INSTALLED)
         results = {path.stem: json.loads(path.read_text()) for path in HERE.glob("*.json")}
-        PAGE.write_text(page(results) + "\n" + title + installed)
+        PAGE.write_text(page(results, before) + "\n" + title + installed)
     if given.check and failed:
         sys.exit("\n".join(failed))
 

@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, StoppingCriteria, T5Config, T5ForConditionalGeneration
+from transformers import (
+    CompileConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    StoppingCriteria,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from bridge import TransformerBridge
 from tests.conftest import tiny, torch_hooks
@@ -380,3 +387,18 @@ def test_the_room_for_new_tokens_is_the_whole_context(embedded):
     assert bridge.generate(prompt, max_new_tokens=3, **GREEDY).shape[0] == 2
     with pytest.raises(ValueError, match=r"the prompt has 37 tokens and max_new_tokens=4.*room for 3 new tokens"):
         bridge.generate(prompt, max_new_tokens=4, **GREEDY)
+
+
+@pytest.mark.unchecked
+@torch.no_grad()
+def test_what_generate_compiles_by_itself_on_an_accelerator(tokens):
+    bridge, steps = TransformerBridge(tiny("llama")), []
+    options = {"max_new_tokens": 4, "do_sample": False, "verbose": False, "stop_at_eos": False}
+    compiled = CompileConfig(backend=lambda graph, inputs, **mode: graph.forward)
+    compiled._compile_all_devices = True
+    plain = bridge.generate(tokens, **options)
+    options |= {"cache_implementation": "static", "compile_config": compiled}
+    with bridge.hooks(fwd_hooks=[("blocks.0.attn.hook_z", lambda z, hook: steps.append(bridge.step))]):
+        assert torch.equal(bridge.generate(tokens, **options), plain)  # and torch warns of nothing
+    assert steps == list(range(4))
+    assert torch.equal(bridge.generate(tokens, **options), plain)
