@@ -214,6 +214,7 @@ def test_endings(endless):
     assert torch.equal(endless.generate(SOME[:1], max_new_tokens=8, eos_token_id=[first, 60], **GREEDY), made[:1, :6])
 
 
+@pytest.mark.unchecked
 def test_stopping_criteria_and_strings(embedded):
     prompt = "When Mary and John went to the store, John gave a drink to"
     whole = embedded.generate(prompt, max_new_tokens=12, stop_at_eos=False, **GREEDY)
@@ -223,8 +224,13 @@ def test_stopping_criteria_and_strings(embedded):
     assert cut == whole[: whole.index(stop, len(prompt)) + len(stop)]
     assert cut == embedded.generate(prompt, max_new_tokens=12, stop_strings=["zzz", stop], **GREEDY)
     assert "".join(embedded.generate_stream(prompt, max_new_tokens=12, stop_strings=stop, **GREEDY)) == cut
-    with pytest.raises(ValueError, match="none of them empty"):
-        embedded.generate(prompt, stop_strings=[""], **GREEDY)
+    assert embedded.generate(prompt, max_new_tokens=12, stop_at_eos=False, stop_strings=[], **GREEDY) == whole
+    for empty in ("", [""]):
+        with pytest.raises(ValueError, match="none of them empty"):
+            embedded.generate(prompt, stop_strings=empty, **GREEDY)
+    for wrong in (123, [123]):
+        with pytest.raises(TypeError, match="stopping_criteria .* 123"):
+            embedded.generate(prompt, stopping_criteria=wrong, **GREEDY)
 
     class After(StoppingCriteria):
         def __call__(self, input_ids, scores, **kwargs):
