@@ -291,8 +291,9 @@ def test_trained_edges_are_the_known_circuit():
     task = trained("most")
     clean, corrupted = task.clean[::4], task.corrupted[::4]
     right = task.bridge(clean).detach()
-    loss = lambda logits: (logits - right).square().sum(-1).mean()
-    scores = trained_edges(task.bridge, clean, corrupted, loss, penalty=0.01, steps=60)
+    way = (right - task.bridge(corrupted).detach()).square().mean()
+    loss = lambda logits: (logits - right).square().mean() / way
+    scores = trained_edges(task.bridge, clean, corrupted, loss, penalty=0.01, steps=100)
     assert scores.auroc(task.circuit) > 0.99 and scores.top(len(task.edges)) == task.circuit
     assert scores["L3MLP->logits"] > 0.7 and float(scores.flat.median()) < 0.1
     none = trained_edges(task.bridge, clean, corrupted, loss, penalty=100.0, steps=60)  # no edge is worth that
