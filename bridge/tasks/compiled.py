@@ -28,10 +28,6 @@ _FOLDER = Path(__file__).parent / "programs"
 PROGRAMS = ("frac_prevs", "reverse", "hist", "sort_unique", "either", "most")
 
 
-#: Those that `trained` has a model of.
-TRAINED = ("frac_prevs", "reverse", "either", "most")
-
-
 @dataclass(frozen=True, eq=False)
 class KnownCircuit:
     """A model that computes a program, and its known circuit.
@@ -144,11 +140,12 @@ def trained(program: str) -> KnownCircuit:
     """A model with norms and superposition that was trained to compute a program by a known circuit.
 
     Four layers of width 64, four heads and an MLP in each. Strict interchange training (Gupta et al. 2024,
-    "InterpBench") gave some of its parts what the parts of the compiled model do: with edges of the circuit replaced it
-    answers as the compiled one does, whatever its other edges carry.
+    "InterpBench") gave some of its parts what the parts of the compiled model do, and others what they pass on: with
+    edges of the circuit replaced it answers as the compiled one does, whatever its other edges carry. These carry what
+    the program does not ask for: which tokens, pairs and triples of tokens stand where.
 
     Args:
-        program: one of those of `compiled` that stand in `TRAINED`.
+        program: one of those of `compiled`.
 
     Raises:
         ValueError: another program.
@@ -156,12 +153,12 @@ def trained(program: str) -> KnownCircuit:
     Example:
         >>> from bridge.circuits import edge_attribution
         >>> from bridge.tasks import trained
-        >>> task = trained("most")
+        >>> task = trained("hist")
         >>> scores = edge_attribution(task.bridge, task.clean, task.corrupted, task.metric())
         >>> len(task.edges), scores.auroc(task.circuit) > 0.99
-        (4, True)
+        (7, True)
     """
-    header, found = _read(_FOLDER / "trained" / f"{program}.safetensors", program, TRAINED)
+    header, found = _read(_FOLDER / "trained" / f"{program}.safetensors", program, PROGRAMS)
     task, bridge = compiled(program), _model(program, json.loads(header["facts"]))
     bridge.original_model.load_state_dict({name: tensor.float() for name, tensor in found.items()})
     edges = frozenset(json.loads(header["edges"]))

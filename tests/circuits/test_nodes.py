@@ -24,8 +24,7 @@ from bridge.circuits import (
 )
 from bridge.circuits.graph import written
 from bridge.circuits.training import _absent
-from bridge.tasks import compiled, trained
-from bridge.tasks.compiled import TRAINED
+from bridge.tasks import trained
 from tests.analysis.models import bridge_of
 from tests.conftest import tiny, torch_hooks
 
@@ -292,9 +291,10 @@ def test_trained_edges_are_the_known_circuit():
     task = trained("most")
     clean, corrupted = task.clean[::4], task.corrupted[::4]
     right = task.bridge(clean).detach()
-    loss = lambda logits: (logits - right).square().sum(-1).mean()
-    scores = trained_edges(task.bridge, clean, corrupted, loss, penalty=0.01, steps=60)
-    assert scores.auroc(task.circuit) > 0.99 and scores.top(4) == task.circuit
+    way = (right - task.bridge(corrupted).detach()).square().mean()
+    loss = lambda logits: (logits - right).square().mean() / way
+    scores = trained_edges(task.bridge, clean, corrupted, loss, penalty=0.01, steps=100)
+    assert scores.auroc(task.circuit) > 0.99 and scores.top(len(task.edges)) == task.circuit
     assert scores["L3MLP->logits"] > 0.7 and float(scores.flat.median()) < 0.1
     none = trained_edges(task.bridge, clean, corrupted, loss, penalty=100.0, steps=60)  # no edge is worth that
     assert float(none.values.max()) < 0.1
@@ -336,19 +336,6 @@ def test_neurons_of_another_model_are_refused(gpt2, graph, clean, corrupted, met
     for wrong in ({"mask": graph.exists.float()}, {"mask": graph.exists, "neurons": wide[:, :-1]}):
         with pytest.raises((TypeError, TypeCheckError)):  # whichever looks first at what kind of numbers they are
             Circuit(graph, **wrong)
-
-
-@pytest.mark.parametrize("program", TRAINED)
-def test_trained_models_compute_the_program_by_the_known_circuit(program):
-    task, small = trained(program), compiled(program)
-    with torch.no_grad():
-        right, found = (one.bridge(one.clean)[:, 1:] for one in (small, task))  # nothing is asked at BOS
-    assert (found - right).abs().max() < 0.1
-    alone = task.circuit.evaluate(task.bridge, task.clean, task.corrupted, task.metric())
-    assert alone.faithfulness == pytest.approx(1, abs=0.03) and abs(alone.complement_faithfulness) < 0.03
-    assert len(task.edges) == len(small.edges) and Graph.of(task.bridge).n_edges == 479
-    with pytest.raises(ValueError, match="there is no program 'sort'"):
-        trained("sort")
 
 
 def test_neurons_of_a_model_with_norms_behind_attention():
