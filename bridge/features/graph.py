@@ -119,13 +119,19 @@ class AttributionGraph:
     def _of(self, *kinds: Kind) -> list[int]:
         return [i for i, node in enumerate(self.nodes) if node.kind in kinds]
 
-    def _shares(self) -> Float[Tensor, "node node"]:
-        """Each edge's share of the sizes of all that its receiver gets, constants aside: they explain nothing."""
-        sizes = self.adjacency.abs()
-        sizes[:, self._of("constant", "dropped")] = 0
-        for dropped in self._of("dropped"):  # one by one they are larger than their sum
-            sizes[:, dropped] = (self.received - sizes.sum(1)).clamp(min=0)
-        return sizes / self.received[:, None].clamp(min=1e-10)
+    def _shares(self) -> Iterator[tuple[slice, Float[Tensor, "row node"]]]:
+        """Each edge's share of the sizes of all that its receiver gets, constants aside: they explain nothing.
+
+        Some rows after the other: a second table may have no room.
+        """
+        aside, dropped = self._of("constant", "dropped"), self._of("dropped")
+        for first in range(0, len(self.nodes), _ROWS):
+            rows = slice(first, first + _ROWS)
+            sizes, whole = self.adjacency[rows].abs(), self.received[rows]
+            sizes[:, aside] = 0
+            for one in dropped:  # one by one they are larger than their sum
+                sizes[:, one] = (whole - sizes.sum(1)).clamp(min=0)
+            yield rows, sizes / whole[:, None].clamp(min=1e-10)
 
     def influence(self) -> Float[Tensor, " node"]:
         """How much of the logits goes through each node, directly or not.
@@ -137,12 +143,11 @@ class AttributionGraph:
         Example:
             See `attribution_graph`.
         """
-        shares = self._shares().double()
-        weights = shares.new_zeros(len(self.nodes))
+        weights = self.received.new_zeros(len(self.nodes), dtype=torch.float64)
         weights[self._of("logit")] = self.probabilities.double()
         whole = torch.zeros_like(weights)
         while weights.any():  # edges go forward alone, so every way ends
-            weights = weights @ shares
+            weights = sum((weights[rows] @ shares.double() for rows, shares in self._shares()), torch.zeros_like(whole))
             whole += weights
         return whole.to(self.adjacency.dtype)
 
@@ -163,10 +168,15 @@ class AttributionGraph:
         check_positive("n", n)
         weights = self.influence()
         weights[self._of("logit")] = self.probabilities
-        sizes = self._shares() * weights[:, None]
-        sizes[:, self._of("dropped")] = 0
-        found = sizes.flatten().topk(min(n, int(sizes.count_nonzero())))
-        return [divmod(int(at), len(self.nodes)) for at in found.indices]
+        sizes, places = weights.new_zeros(0), torch.zeros(0, dtype=torch.long, device=weights.device)
+        for rows, shares in self._shares():
+            here = shares * weights[rows, None]
+            here[:, self._of("dropped")] = 0
+            found = here.flatten().topk(min(n, int(here.count_nonzero())))
+            places = torch.cat([places, found.indices + rows.start * len(self.nodes)])
+            sizes, first = torch.cat([sizes, found.values]).topk(min(n, len(places)))
+            places = places[first]
+        return [divmod(at, len(self.nodes)) for at in places.tolist()]
 
     @refuse_wrong_types
     def draw(self, n: int, bridge: TransformerBridge, tokens: Int[Tensor, "1 pos"], **options: Any) -> Any:
@@ -401,6 +411,7 @@ def attribution_graph(
     without_positions: Sequence[int] = (),
     limit: int | None = None,
     together: int = 64,
+    file: str | Path | None = None,
     **model_kwargs: Any,
 ) -> AttributionGraph:
     """What features, errors, tokens and logits send each other, in the local replacement model of a prompt.
@@ -433,6 +444,9 @@ def attribution_graph(
             mean little). They still do what they did in the run.
         limit: how many features, errors and tokens are nodes; None: all.
         together: how many rows are computed at once, or fewer where their gradients would take over 1 GiB.
+        file: where the adjacency stands, rows being written as they are computed: its memory is the system's to take
+            back. What is zero because it is computed later takes no room there. A file of that name is replaced, and
+            `AttributionGraph.save` writes what can be read again. None: in memory.
         model_kwargs: what else the model takes with it, such as ``pixel_values=``.
 
     Returns:
@@ -477,7 +491,7 @@ def attribution_graph(
     with bridge.linearised(prompt), torch.enable_grad():
         _refuse_what_is_not_linear(bridge, prompt)
         run = _ReplacementRun(bridge, prompt, bases, kept, chosen, shares[chosen], together)
-        return run.graph(limit)
+        return run.graph(limit, file)
 
 
 @dataclass(frozen=True, repr=False)
@@ -894,15 +908,15 @@ class _ReplacementRun:
         return replace
 
     def _rows(self, receivers: _Receivers) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """What each receiver gets from every source, in batches: which ones, and a ``[row, node]`` for each source."""
-        sources, later = self.sources[: receivers.before], self.sources[receivers.before :]
+        """What each receiver gets from all sources before it, in batches: which ones, and a ``[row, node]`` of each."""
+        sources = self.sources[: receivers.before]
         leaves = [source.leaf for source in sources]
         of_one = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
         size = max(1, min(self.together, _BYTES // max(of_one, 1)))
         for some in receivers.which.split(size) if len(receivers.which) else ():
             gradients = self._gradients(receivers.of(some), leaves)
             sent = [source.sent(gradient, len(some)) for source, gradient in zip(sources, gradients, strict=True)]
-            yield some, [*sent, *(source.sent(None, len(some)) for source in later)]
+            yield some, sent
 
     def _gradients(self, receivers: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Of each receiver: one by one where the model is spread, as DTensors know no vmap."""
@@ -921,19 +935,20 @@ class _ReplacementRun:
         assert source.target is not None
         return _Receivers(at, which, partial(source.at, source.target), not self._bends(source.point))
 
-    def graph(self, limit: int | None) -> AttributionGraph:
+    def graph(self, limit: int | None, file: str | Path | None) -> AttributionGraph:
         """The graph of the run.
 
         Args:
             limit: how many features, errors and tokens are nodes; None: all.
+            file: where the adjacency stands; None: in memory.
         """
         if not any(len(source.entries) for source in self.sources if source.kind == "feature"):
             raise ValueError("no feature is active at these positions: there is nothing to attribute")
         if limit is not None and sum(len(some.entries) for some in self.sources if some.kind != "constant") > limit:
-            return self._among(self._most_influential(limit), dropped=True)
-        return self._among([torch.arange(len(some.entries), device=some.leaf.device) for some in self.sources])
+            return self._among(self._most_influential(limit), file, dropped=True)
+        return self._among([torch.arange(len(some.entries), device=some.leaf.device) for some in self.sources], file)
 
-    def _among(self, kept: list[Tensor], dropped: bool = False) -> AttributionGraph:
+    def _among(self, kept: list[Tensor], file: str | Path | None, dropped: bool = False) -> AttributionGraph:
         """The graph of some nodes of each source."""
         order = sorted(range(len(kept)), key=lambda at: _ORDER.index(self.sources[at].kind))
         first = dict(zip(order, accumulate((len(kept[at]) for at in order), initial=0), strict=False))
@@ -943,26 +958,33 @@ class _ReplacementRun:
         nodes += [Node("constant", "biases", 0), *[Node("dropped", "dropped", 0)] * dropped]
         receiving = [(len(nodes), self.logits)]
         nodes += [Node("logit", "logits", self.kept.numel() - 1, int(token)) for token in self.tokens]
-        adjacency = self.probabilities.new_zeros(len(nodes), len(nodes))
-        received, values = self.probabilities.new_zeros(2, len(nodes))
+        shares = self.probabilities if file is None else self.probabilities.cpu()
+        received, values = shares.new_zeros(2, len(nodes))
+        if file is None:
+            adjacency = shares.new_zeros(len(nodes), len(nodes))
+        else:
+            Path(file).unlink(missing_ok=True)  # an earlier graph may still stand there
+            adjacency = torch.from_file(str(file), shared=True, size=len(nodes) ** 2, dtype=shares.dtype)
+            adjacency = adjacency.view(len(nodes), len(nodes))
         for at, source in enumerate(self.sources):
-            values[columns[at]] = source.sizes(kept[at]).to(values.dtype)
+            values[columns[at]] = source.sizes(kept[at]).to(values)
             if source.kind == "feature":
                 receiving.append((first[at], self._features(at, kept[at])))
         for row, receivers in receiving:
             for some, sent in self._rows(receivers):
                 rows = slice(row, row + len(some))
                 row += len(some)
-                for source, mine, column, parts in zip(self.sources, kept, columns, sent, strict=True):
-                    adjacency[rows, column] = parts[:, mine].to(adjacency.dtype)
+                for source, mine, column, parts in zip(self.sources, kept, columns, sent, strict=False):
+                    adjacency[rows, column] = parts[:, mine].to(adjacency)
                     if source.kind != "constant":
-                        received[rows] += parts.abs().sum(1)
+                        received[rows] += parts.abs().sum(1).to(received)
                     if dropped:
-                        adjacency[rows, biases + (source.kind != "constant")] += parts.index_fill(1, mine, 0).sum(1)
-                values[rows] = receivers.of(some).detach().to(values.dtype)
+                        rest = parts.index_fill(1, mine, 0).sum(1).to(adjacency)
+                        adjacency[rows, biases + (source.kind != "constant")] += rest
+                values[rows] = receivers.of(some).detach().to(values)
                 if receivers.linear:  # all is linear in the nodes and constant otherwise
                     adjacency[rows, biases] += values[rows] - adjacency[rows].sum(1)
-        return AttributionGraph(tuple(nodes), adjacency, values, self.probabilities, received)
+        return AttributionGraph(tuple(nodes), adjacency, values, shares, received)
 
     def parts(self, vector: Float[Tensor, " d_head"]) -> tuple[tuple[Node, ...], Float[Tensor, "node d_head"]]:
         """What each node contributes to a vector that is linear in them: which do, ``biases`` last, and what."""
@@ -1009,12 +1031,13 @@ class _ReplacementRun:
             expanded[fresh] = True
             for at, which in ((at, which) for at, which in enumerate(by_source(fresh)) if len(which)):
                 for rows, sent in self._rows(self._features(at, which)):
-                    largest = self._shares(sent).topk(min(_FOLLOWED, offsets[-1]))
+                    shares = self._shares(sent)
+                    largest = shares.topk(min(_FOLLOWED, shares.shape[1]))
                     known.setdefault(at, []).append((rows + offsets[at], largest.indices, largest.values))
 
     def _shares(self, sent: Sequence[Tensor]) -> Float[Tensor, "row node"]:
         """Of what each row gets the shares of the sizes, constants aside."""
-        explain = [part.abs() * (some.kind != "constant") for some, part in zip(self.sources, sent, strict=True)]
+        explain = [part.abs() * (some.kind != "constant") for some, part in zip(self.sources, sent, strict=False)]
         sizes = torch.cat(explain, 1)
         return sizes / sizes.sum(1, keepdim=True).clamp(min=1e-10)
 
