@@ -3,7 +3,8 @@
     python benchmarks/circuits.py time                 EAP-IG of all edges of a 12-layer d768 GPT-2, one pair
     python benchmarks/circuits.py shipped              the shipped model's IOI circuit
     python benchmarks/circuits.py smollm FOLDER        SmolLM2-135M-Instruct's, from the folder of its GGUF file
-    python benchmarks/circuits.py graph TOKENS LIMIT   the graph of features of a random model of SmolLM2-135M's size
+    python benchmarks/circuits.py graph TOKENS LIMIT   the graph of features of a random model of SmolLM2-135M's size;
+                                                       with FILE: its adjacency stands there
 
 Times are alternated with what they are compared with, and given as medians of the ratios.
 """
@@ -165,7 +166,9 @@ class Transcoder(torch.nn.Module):
         return features @ self.W_dec
 
 
-def graph_of_features(n_tokens: int, limit: int, file: str | None = None, layers: int = 30, features: int = 1024) -> None:
+def graph_of_features(
+    n_tokens: int, limit: int, file: str | None = None, layers: int = 30, features: int = 1024
+) -> None:
     """What a graph needs above a run with the gradients of the same activations, on Linux."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -198,7 +201,8 @@ def graph_of_features(n_tokens: int, limit: int, file: str | None = None, layers
         f"the prompt on average"
     )
     if file is not None:
-        print(f"  the file has {Path(file).stat().st_size / 1e6:.1f} MB, and takes {Path(file).stat().st_blocks / 2e3:.1f}")
+        found = Path(file).stat()
+        print(f"  the file has {found.st_size / 1e6:.1f} MB, and takes {found.st_blocks / 2e3:.1f}")
 
 
 if __name__ == "__main__":

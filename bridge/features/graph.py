@@ -1,7 +1,7 @@
 """Attribution graphs: who sends how much to whom in a local replacement model.
 
 What comes in: a bridge, a prompt, and hook points in a basis. What goes out: an `AttributionGraph` of features, errors,
-tokens and logits; or the `ScoreTerms` of one attention score.
+tokens and logits; the `ScoreTerms` of one attention score; or the `HeadLoadings` of what a node receives.
 
 The mechanism, in order:
 
@@ -12,6 +12,8 @@ The mechanism, in order:
 4. With a limit, `_most_influential` goes from the logits backwards and computes the rows of those features alone that
    are among the most influential so far. `_among` then makes the graph of the nodes that are kept.
 5. `score_terms` takes the rows of one query and one key, whose product is the score.
+6. `head_loadings` cuts a second run at every head. There a receiver's gradient is what it takes from a head past no
+   other one; the rows of that product in the first run are what reaches the receiver through the head last.
 
 It knows nothing of what bases are made of, and asks for a picture when one is drawn.
 """
@@ -639,6 +641,138 @@ def score_terms(
     return ScoreTerms(queries, others, query_parts, key_parts, position)
 
 
+@dataclass(frozen=True, repr=False)
+class HeadLoadings:
+    """Through which attention heads a node receives what it gets from every other one.
+
+    Attributes:
+        receiver: the node.
+        nodes: those that send it something, ``biases`` last: all that does not come from the others.
+        heads: layer and head of each head that it may receive something through.
+        direct: ``[node]``: what comes through no head.
+        values: ``[node, head]``: what comes through each head last, past no head behind it. With `direct` they add up
+            to the edge.
+    """
+
+    receiver: Node
+    nodes: tuple[Node, ...]
+    heads: tuple[tuple[int, int], ...]
+    direct: Float[Tensor, " node"]
+    values: Float[Tensor, "node head"]
+
+    def __repr__(self) -> str:
+        return f"HeadLoadings({self.receiver}, {len(self.nodes)} nodes through {len(self.heads)} heads)"
+
+    def __getitem__(self, sender: Node) -> dict[tuple[int, int], float]:
+        """What one node sends through each head."""
+        if sender not in self.nodes:
+            raise ValueError(f"{sender} sends nothing to {self.receiver}")
+        return dict(zip(self.heads, self.values[self.nodes.index(sender)].tolist(), strict=True))
+
+    @property
+    def edges(self) -> Float[Tensor, " node"]:
+        """The edge from each node: what is sent through all heads, and through none."""
+        return self.values.sum(1) + self.direct
+
+    def largest(self, n: int) -> list[tuple[Node, tuple[int, int], float]]:
+        """The loadings of the largest size: sender, layer and head, how much.
+
+        Args:
+            n: how many.
+
+        Raises:
+            ValueError: no loading is asked for.
+        """
+        check_positive("n", n)
+        found = self.values.abs().flatten().topk(min(n, self.values.numel())).indices.tolist()
+        places = [divmod(at, len(self.heads)) for at in found]
+        return [(self.nodes[i], self.heads[j], float(self.values[i, j])) for i, j in places]
+
+
+@refuse_wrong_types
+def head_loadings(
+    bridge: TransformerBridge,
+    tokens: Prompts,
+    points: Sequence[str],
+    receiver: Node,
+    *,
+    without_positions: Sequence[int] = (),
+    together: int = 64,
+    **model_kwargs: Any,
+) -> HeadLoadings:
+    """How much of each edge into a node comes through each attention head.
+
+    In the replacement model of `attribution_graph`, an edge is a sum over paths, through heads of several layers, or
+    through none. A path is counted with its last head, so that the loadings of an edge add up to it (heads' loadings of
+    Kamath et al. 2025, "Tracing Attention Computation Through Feature Interactions").
+
+    Args:
+        bridge: the bridge, in evaluation mode.
+        tokens: one prompt, ``[1, pos]``, or what a processor gives.
+        points: hook points in a basis, as for `attribution_graph`.
+        receiver: a feature or a logit, such as one of a graph's nodes.
+        without_positions, together, model_kwargs: as for `attribution_graph`.
+
+    Raises:
+        ValueError: as `attribution_graph`; a node that receives nothing, or is not there in this run; one that is read
+            inside an MLP or behind it, so that its edges are slopes; a layer whose heads are no hook points.
+
+    Example:
+        >>> import torch
+        >>> from bridge import TransformerBridge
+        >>> from bridge.features import attribution_graph, head_loadings
+        >>> bridge, W = TransformerBridge.boot_embedded(), torch.eye(128)[:, :6]
+        >>> basis = {"encode": lambda x: (x @ W).relu(), "decode": lambda f: f @ W.T}
+        >>> point = bridge.add_basis("blocks.1.hook_mlp_out", "tc", **basis, reads="blocks.1.hook_resid_mid")
+        >>> tokens = bridge.to_tokens("Mary and John")
+        >>> graph = attribution_graph(bridge, tokens, [point.name], logits=1)
+        >>> found = head_loadings(bridge, tokens, [point.name], graph.nodes[-1])
+        >>> sender, (layer, head), loading = found.largest(1)[0]
+        >>> found[sender][layer, head] == loading
+        True
+        >>> torch.allclose(found.edges, torch.tensor([graph[node, graph.nodes[-1]] for node in found.nodes]), atol=1e-4)
+        True
+    """
+    refuse_training(bridge)
+    check_positive("together", together)
+    bases = _checked_bases(bridge, points)
+    prompt = prompts_with(bridge, tokens, model_kwargs)
+    kept = _positions(bridge, prompt, without_positions)
+    names = _outputs_of_heads(bridge)
+    logit = kept.nonzero().new_tensor([receiver.index] * (receiver.kind == "logit"))
+    if len(logit):
+        _check_logits(logit, bridge.cfg.d_vocab)
+    with bridge.linearised(prompt), torch.enable_grad():
+        _refuse_what_is_not_linear(bridge, prompt)
+        none = kept.new_zeros(len(logit), dtype=torch.float)
+        of = partial(_ReplacementRun, bridge, prompt, bases, kept, logit, none, together, names)
+        run, cut = of(), of(stop=names)
+        value, taken = run.value(receiver), cut.value(receiver)
+        given = torch.autograd.grad(taken, [cut.cut[name] for name in names], allow_unused=True)
+        reached = [(name, part) for name, part in zip(names, given, strict=True) if part is not None]
+        through = [(part * run.read[name]).sum((0, 1, 3)) for name, part in reached]
+        nodes, parts = run.parts(torch.cat([value[None], *through]))
+    heads = [(int(name.split(".")[1]), head) for name, part in reached for head in range(part.shape[2])]
+    values = parts[:, 1:]
+    return HeadLoadings(receiver, nodes, tuple(heads), parts[:, 0] - values.sum(1), values)
+
+
+def _outputs_of_heads(bridge: TransformerBridge) -> list[str]:
+    """The hook points of what heads put together.
+
+    Raises:
+        ValueError: a layer's heads are no hook point.
+    """
+    found = [
+        f"{name.removesuffix('.hook_attn_out')}.attn.hook_z"
+        for name in bridge.hook_dict
+        if name.endswith(".hook_attn_out")
+    ]
+    if gone := [name for name in found if name not in bridge.hook_dict]:
+        raise ValueError(f"{bridge.cfg.model_name} has no {gone[0]}: what its heads put together is no hook point")
+    return found
+
+
 def _query_key_and_scores(bridge: TransformerBridge, layer: int) -> list[str]:
     """The hook points of a layer's queries and keys as they enter the product, and of the scores.
 
@@ -826,9 +960,11 @@ class _ReplacementRun:
         probabilities: theirs.
         together: how many rows are computed at once.
         names: of hook points that are read, too.
+        stop: of hook points behind which nothing of what made them counts.
 
     Attributes:
         read: what stands at hook points that are read, with its graph.
+        cut: what stands for the activation behind a hook point of `stop`.
         sources: in the order of the computation: what a source is made of stands before it.
         logits: of the tokens, less the mean of all, as receivers.
     """
@@ -843,8 +979,10 @@ class _ReplacementRun:
         probabilities: Tensor,
         together: int,
         names: Sequence[str] = (),
+        stop: Sequence[str] = (),
     ) -> None:
         self.bridge, self.kept, self.together = bridge, kept, together
+        self.cut: dict[str, Tensor] = {}
         self.tokens, self.probabilities = tokens, probabilities
         self.sources: list[_Source] = []
         self.read: dict[str, Tensor] = {}
@@ -855,6 +993,7 @@ class _ReplacementRun:
         reads = [hook.view.reads[0] for hook in bases if isinstance(hook.view, InBasis) and hook.view.reads]
         hooks: list[tuple[str, Callable[..., Tensor | None]]] = [(name, self._begin) for name in _beginnings(bridge)]
         hooks += [(name, self._keep) for name in dict.fromkeys([*reads, *names])]
+        hooks += [(name, self._stop) for name in stop]
         later = [follower.name.rpartition(".")[0] for hook in bases for follower in hook.point.linked]
         for name in dict.fromkeys([*by_point, *later, *mlps]):
             hooks.append((name, self._replace(by_point.get(name), written_later(name, bases, bridge.hook_dict))))
@@ -873,6 +1012,9 @@ class _ReplacementRun:
 
     def _keep(self, act: Tensor, hook: HookPoint) -> None:
         self.read[hook.name] = act
+
+    def _stop(self, act: Tensor, hook: HookPoint) -> Tensor:
+        return self.cut.setdefault(hook.name, act.detach().requires_grad_())
 
     def _replace(self, basis: HookPoint | None, earlier: list[tuple[HookPoint, InBasis]]) -> Callable[..., Tensor]:
         """A hook that makes an MLP's output a function of features and errors alone.
@@ -985,6 +1127,26 @@ class _ReplacementRun:
                 if receivers.linear:  # all is linear in the nodes and constant otherwise
                     adjacency[rows, biases] += values[rows] - adjacency[rows].sum(1)
         return AttributionGraph(tuple(nodes), adjacency, values, shares, received)
+
+    def value(self, node: Node) -> Float[Tensor, ""]:
+        """What stands at a feature or a logit, with its graph.
+
+        Raises:
+            ValueError: it is no such node, or is not there, or what it gets is a slope.
+        """
+        if node.kind == "logit" and node.pos == self.kept.numel() - 1:
+            return self.logits.of(torch.tensor([0]))[0]
+        if node.kind == "feature":
+            for source in self.sources:
+                if source.kind == "feature" and source.point == node.point:
+                    if self._bends(source.point):
+                        raise ValueError(f"{node} is read inside an MLP or behind it: its edges are slopes, of no sum")
+                    place = [node.pos, *([] if node.head is None else [node.head]), node.index]
+                    which = (source.entries == torch.tensor(place, device=source.entries.device)).all(1).nonzero()
+                    if len(which):
+                        assert source.target is not None
+                        return source.at(source.target, which[0])[0]
+        raise ValueError(f"{node} is no feature that is active in this run, and no logit of its last position")
 
     def parts(self, vector: Float[Tensor, " d_head"]) -> tuple[tuple[Node, ...], Float[Tensor, "node d_head"]]:
         """What each node contributes to a vector that is linear in them: which do, ``biases`` last, and what."""
