@@ -31,6 +31,8 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from adapters.sealed import read_file, sealed
 from adapters.views.basis import InBasis, dense
@@ -425,7 +427,8 @@ def attribution_graph(
     encoder and of the model, and what is written at positions that are left out. Influence passes these over (Ameisen
     et al. 2025, "Circuit Tracing: Revealing Computational Graphs in Language Models"; the graph is that of
     circuit-tracer, which has no such nodes). The encoders' own derivative is taken where the features are, so for ReLU,
-    JumpReLU and top-k it is their weights.
+    JumpReLU and top-k it is their weights. Where an encoder attends to other positions, its softmax over them is held,
+    as the model's patterns are.
 
     Features that are read inside an MLP or behind it (`mlp.hook_post`, and `hook_mlp_out` without `reads=`) get the
     MLP's derivative in this run: what enters such a feature is what a small change does, and does not add up. What it
@@ -455,9 +458,9 @@ def attribution_graph(
         The graph.
 
     Raises:
-        ValueError: a point that is in no basis, or in one of something else inside a part; training mode; no node or
-            no row asked for; a model that is not linear where patterns, factors and MLPs are held (a state space, a
-            gate); nothing to attribute.
+        ValueError: a point that is in no basis, or in one of something else inside a part; one that attends to other
+            positions by a function that gives no pattern; training mode; no node or no row asked for; a model that is
+            not linear where patterns, factors and MLPs are held (a state space, a gate); nothing to attribute.
 
     Example:
         >>> import torch
@@ -940,6 +943,34 @@ class _Receivers:
     linear: bool
 
 
+#: What makes a pattern of scores, and what does that and more in one.
+_SOFTMAX = (torch.softmax, Tensor.softmax, functional.softmax)
+_WHOLE_ATTENTION = (functional.scaled_dot_product_attention, functional.multi_head_attention_forward)
+
+
+class _PatternsHeld(TorchFunctionMode):
+    """Holds what a basis attends to while it encodes: nothing flows through a softmax over positions.
+
+    Args:
+        name: of the point in the basis.
+        length: how many positions there are.
+    """
+
+    def __init__(self, name: str, length: int) -> None:
+        super().__init__()
+        self.name, self.length = name, length
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _WHOLE_ATTENTION:
+            raise ValueError(
+                f"encode of {self.name} attends by {func.__name__}, whose pattern cannot be held: write it as "
+                "scores.softmax(-1) @ values"
+            )
+        found = func(*args, **(kwargs or {}))
+        pattern = func in _SOFTMAX and list(found.shape[-2:]) == [self.length] * 2
+        return found.detach() if pattern else found
+
+
 #: In which order the nodes of a graph stand.
 _ORDER = ("feature", "error", "token", "constant")
 #: How much memory the gradients of the rows that are computed at once may take.
@@ -990,7 +1021,7 @@ class _ReplacementRun:
         by_point = {hook.name.rpartition(".")[0]: hook for hook in bases}
         explained = {name.replace(".mlp.hook_post", ".hook_mlp_out") for name in by_point}  # by what made it
         mlps = [name for name in bridge.hook_dict if name.endswith(".hook_mlp_out") and name not in explained]
-        reads = [hook.view.reads[0] for hook in bases if isinstance(hook.view, InBasis) and hook.view.reads]
+        reads = [name for hook in bases if isinstance(hook.view, InBasis) for name, _ in hook.view.reads]
         hooks: list[tuple[str, Callable[..., Tensor | None]]] = [(name, self._begin) for name in _beginnings(bridge)]
         hooks += [(name, self._keep) for name in dict.fromkeys([*reads, *names])]
         hooks += [(name, self._stop) for name in stop]
@@ -1033,8 +1064,9 @@ class _ReplacementRun:
             if basis is not None:
                 view = basis.view
                 assert isinstance(view, InBasis)
-                read = self.read[view.reads[0]] if view.reads else act
-                found = dense(view.encode(read))
+                read = view.read_in(self.read) if view.reads else act
+                with _PatternsHeld(basis.name, act.shape[1]):
+                    found = dense(view.encode(read))
                 entries = (found.detach()[0] * self.kept.view(-1, *[1] * (found.ndim - 2))).nonzero()
                 leaf = self._leaves[basis.name] = self._send("feature", basis.name, found, entries, found)
                 made = made + view.decoded(leaf, act)
@@ -1206,8 +1238,9 @@ class _ReplacementRun:
     def _bends(self, point: str) -> bool:
         """Whether an MLP is between the stream and the features at a point, so that what they get is a slope."""
         view = self.bridge.hook_dict[point].view
-        read = view.reads[0] if isinstance(view, InBasis) and view.reads else point.rpartition(".")[0]
-        return ".mlp." in read or read.endswith(".hook_mlp_out")
+        own = point.rpartition(".")[0]
+        read = [name for name, _ in view.reads] if isinstance(view, InBasis) and view.reads else [own]
+        return any(".mlp." in name or name.endswith(".hook_mlp_out") for name in read)
 
 
 def _followed(begin: Tensor, known: Mapping[int, Sequence[tuple[Tensor, Tensor, Tensor]]]) -> Float[Tensor, " node"]:

@@ -111,20 +111,21 @@ class GraphDrawing:
             .encode(x=x("x0"), x2="x1:Q", y=y("y0"), y2="y1:Q", strokeWidth=width)
             .add_params(picked, zoom)
         )
-        written = {"fontSize": sizes.font, "color": colour("ink")}
+        written: dict[str, Any] = {"fontSize": sizes.font, "color": colour("ink")}
         layers.append(
             base.mark_text(limit=sizes.box[0] - 3, cursor="pointer", **written).encode(
                 x=x("x"), y=y("y"), text="n:N", tooltip=alt.Tooltip("t:N", title="node")
             )
         )
         if self.bands:
-            beside, first = ("center", 8) if sizes.down else ("left", 0)
+            first = 8 if sizes.down else 0
             places = [(token, *self._at(-1, row)) for token, row, _ in self.bands]
             bands = [
                 {"t": t, "x": px if sizes.down else first, "y": first if sizes.down else py} for t, px, py in places
             ]
             room = min(rows for *_, rows in self.bands) * sizes.across if sizes.down else sizes.margin - 4
-            words = _inline(bands).mark_text(align=beside, fontStyle="italic", limit=room, **written)
+            align: Literal["left", "center"] = "center" if sizes.down else "left"
+            words = _inline(bands).mark_text(align=align, fontStyle="italic", limit=room, **written)
             layers.insert(0, words.encode(x=x("x"), y=y("y"), text="t:N"))
         return alt.layer(*layers).properties(width=round(sizes.width), height=round(sizes.height))
 
@@ -274,6 +275,8 @@ class GraphSizes:
 
 #: A graph that would be wider from left to right goes from top to bottom, as wide as a page.
 _WIDEST, _PAGE = 1500, 720
+#: What is left free around a picture.
+_AROUND = 10
 #: Of what is written on nodes, at least.
 _SMALLEST_FONT = 7
 
@@ -299,23 +302,25 @@ def fitted(
     """
     box, beside = max(46, width_of(labels)), width_of(tokens) + 6 if tokens else 0
     flat = layout(edges, columns, bands)
-    if width is None and beside + flat.n_columns * (box + 14) > _WIDEST:
+    if width is None and beside + flat.n_columns * (box + 14) > _WIDEST - _AROUND:
         width = _PAGE
     for font in range(11, _SMALLEST_FONT - 1, -1):  # fewer nodes in a line first, then smaller letters
         small, margin = box * font / 11, beside * font / 11
-        gap = max(box + 40, min(150, 760 // flat.n_columns))
-        if width is not None:
-            gap = min(gap, (width - margin) / flat.n_columns)
+        gap = float(max(box + 40, min(150, 760 // flat.n_columns)))
+        inside = (_WIDEST if width is None else width) - _AROUND
+        gap = min(gap, (inside - margin) / flat.n_columns)
         if gap >= small + 10:
             high, whole = 4 * font * (flat.n_rows + 0.2), margin + gap * flat.n_columns
             return flat, GraphSizes(False, gap, 4 * font, (small, 2.5 * font), font, margin, whole, max(60, high))
         assert width is not None
-        deep = layout(edges, columns, bands, room=width / (small + 6))
-        if deep.n_rows * (small + 6) <= width:
+        rows = (inside - _AROUND) / (small + 6)  # lines at the edge have a width of their own
+        deep = layout(edges, columns, bands, room=rows)
+        if deep.n_rows <= rows:
             along, margin = 2 * font + 12, 22 if tokens else 0
-            across, whole = min(width / deep.n_rows, 1.5 * small + 9), margin + along * deep.n_columns
-            return deep, GraphSizes(True, along, across, (small, 2 * font - 2), font, margin, width, whole)
-    least = min(deep.n_rows * (small + 6), margin + (small + 10) * flat.n_columns)
+            across = min((inside - _AROUND) / deep.n_rows, 1.5 * small + 9)
+            whole = margin + along * deep.n_columns
+            return deep, GraphSizes(True, along, across, (small, 2 * font - 2), font, margin, inside, whole)
+    least = min(deep.n_rows * (small + 6) + 2 * _AROUND, margin + (small + 10) * flat.n_columns + _AROUND)
     raise ValueError(f"width is {width}; what is written on these nodes needs {math.ceil(least)} or more")
 
 
@@ -427,7 +432,7 @@ def layout(
     for edge in edges:
         _check(edge, columns, bands)
     nodes = dict.fromkeys(name for edge in edges for name in edge)
-    own = {node: 0 if bands is None else bands[node] for node in nodes}
+    own: dict[_Stop, int] = {node: 0 if bands is None else bands[node] for node in nodes}
     used = sorted(set(own.values()))
     together: dict[tuple[int, int], list[str]] = {}
     for node in nodes:
@@ -436,7 +441,7 @@ def layout(
         parts = {node: (at[0], i // most) for at, there in together.items() for i, node in enumerate(there)}
         index = {part: i for i, part in enumerate(sorted(set(parts.values())))}  # columns without a node take no room
         chains = [_chain(i, edge, {node: index[parts[node]] for node in edge}) for i, edge in enumerate(edges)]
-        band: dict[_Stop, int] = {**own}
+        band = own.copy()
         for chain in chains:
             band |= _bands_between(chain, band, used)
         members: dict[int, list[_Stop]] = {i: [] for i in range(len(index))}
@@ -771,7 +776,7 @@ def circuit(
     if len(pairs) > len(given):
         way = "top to bottom" if sizes.down else "left to right"
         legend.append(f"dotted: the inputs of one head; from {way}: the layers")
-    letters = max(20, round(sizes.width / 5.7))
+    letters = max(20, round(sizes.width / 6.2))
     heading = alt.Title(
         textwrap.wrap(title, round(letters * 0.7)),
         subtitle=[line for some in legend for line in textwrap.wrap(some, letters)],

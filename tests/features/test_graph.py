@@ -635,3 +635,116 @@ def test_what_is_no_graph_is_refused(placed: tuple[TransformerBridge, list[str],
     with pytest.raises(ValueError, match="without_positions names 6; there are 6 positions"):
         attribution_graph(bridge, TOKENS, points, without_positions=[6])
     assert not bridge.hook_dict[points[0]].listeners
+
+
+class Attending(torch.nn.Module):
+    """Features that read earlier positions, by a pattern of their own (as low-rank sparse attention does)."""
+
+    def __init__(self, d: int, n: int, kernel: bool = False) -> None:
+        super().__init__()
+        numbers, self.kernel = torch.Generator().manual_seed(5), kernel
+        drawn = {
+            name: torch.randn(d, n, generator=numbers, dtype=torch.float64) / d**0.5 for name in ("q", "k", "v", "o")
+        }
+        for name, value in drawn.items():
+            self.register_buffer(name, value)
+
+    def encode(self, x: Tensor) -> Tensor:
+        q, k, v = (x @ getattr(self, name) for name in "qkv")
+        if self.kernel:
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).relu()
+        scores = q @ k.mT
+        blocked = torch.ones_like(scores).triu(1).bool()
+        return (scores.masked_fill(blocked, -torch.inf).softmax(-1) @ v).relu()
+
+    def decode(self, features: Tensor) -> Tensor:
+        return features @ self.o.T
+
+
+def test_features_that_read_across_positions_have_their_patterns_held() -> None:
+    """In float64: what such a feature gets adds up to it, and is its pattern times what stands at the positions."""
+    bridge, basis = reference_bridge("gpt2").to(torch.float64), Attending(32, 16)
+    first = bridge.add_basis(
+        "blocks.0.hook_mlp_out", "tc", SAE(32, 24, 32).double(), reads="blocks.0.hook_resid_mid"
+    ).name
+    second = bridge.add_basis("blocks.1.hook_attn_out", "lorsa", basis, reads="blocks.1.hook_resid_pre").name
+    graph = attribution_graph(bridge, TOKENS, [first, second])
+    _, cache = bridge.run_with_cache(TOKENS, names_filter=["blocks.1.hook_resid_pre", first, second])
+    x = cache["blocks.1.hook_resid_pre"][0]
+    scores = (x @ basis.q @ (x @ basis.k).T).masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf)
+    pattern, seen = scores.softmax(-1), 0
+    for receiver in [node for node in graph.nodes if node.point == second]:
+        row = [graph[node, receiver] for node in graph.nodes]
+        assert sum(row) == pytest.approx(float(cache[second][0, receiver.pos, receiver.index]), abs=1e-5)
+        for sender in [node for node in graph.nodes if node.point == first]:
+            written = cache[first][0, sender.pos, sender.index] * bridge.hook_dict[first].view.basis.W_dec[sender.index]
+            right = float(pattern[receiver.pos, sender.pos] * (written @ basis.v[:, receiver.index]))
+            assert graph[sender, receiver] == pytest.approx(right, abs=1e-6)
+            seen += abs(right) > 1e-3 and sender.pos < receiver.pos
+    assert seen > 10
+    bridge.remove_basis(second)
+    whole = bridge.add_basis("blocks.1.hook_attn_out", "sdpa", Attending(32, 16, True), reads="blocks.1.hook_resid_pre")
+    with pytest.raises(ValueError, match=r"blocks\.1\.hook_attn_out\.sdpa attends by scaled_dot_product_attention"):
+        attribution_graph(bridge, TOKENS, [first, whole.name])
+
+
+@torch.no_grad()
+def test_features_of_several_points_receive_from_all_of_them() -> None:
+    """In float64, a crosscoder of two streams that is written in three layers: rows add up, edges are interventions."""
+    bridge = TransformerBridge.boot_embedded().to(torch.float64)
+    numbers = torch.Generator().manual_seed(2)
+    drawn = [
+        torch.randn(size, generator=numbers, dtype=torch.float64) / 11 for size in ((40, 2, 128), (40,), (40, 3, 128))
+    ]
+    points = []
+    for layer in range(2):
+        reads = f"blocks.{layer}.hook_resid_mid"
+        basis = SAE(128, 24, 128).double()
+        points.append(bridge.add_basis(f"blocks.{layer}.hook_mlp_out", "tc", basis, reads=reads).name)
+    bridge.remove_basis(points.pop())
+    basis = CrossLayer(*drawn, torch.zeros(128, dtype=torch.float64))
+    reads, later = (
+        ["blocks.0.hook_resid_post", "blocks.1.hook_resid_mid"],
+        ["blocks.2.hook_mlp_out", "blocks.3.hook_mlp_out"],
+    )
+    cross = bridge.add_basis("blocks.1.hook_mlp_out", "cc", basis, reads=reads, later=later).name
+    points.append(cross)
+    graph = attribution_graph(bridge, TOKENS, points)
+    _, cache = bridge.run_with_cache(TOKENS, names_filter=[*reads, cross])
+    both = torch.stack([cache[name] for name in reads], -2)
+    assert torch.allclose(cache[cross], (torch.einsum("bprd,frd->bpf", both, drawn[0]) + drawn[1]).relu())
+    valued = [i for i, node in enumerate(graph.nodes) if node.kind in ("feature", "logit")]
+    assert torch.allclose(graph.adjacency[valued].sum(1), graph.values[valued], rtol=0, atol=1e-4)
+    first = max(
+        (n for n in graph.nodes if n.point == points[0] and n.pos == 2),
+        key=lambda n: graph.values[graph.nodes.index(n)],
+    )
+
+    def turned_up(act: Tensor, hook: object) -> Tensor:
+        act[0, first.pos, first.index] *= 1 + 1e-4
+        return act
+
+    receivers = [node for node in graph.nodes if node.point == cross or node.kind == "logit"]
+    with bridge.linearised(TOKENS, freeze=("pattern", "ln_scale", "mlp_out")):
+        before, held = bridge.run_with_cache(TOKENS, names_filter=cross)
+        with bridge.hooks(fwd_hooks=[(points[0], turned_up)]):
+            _, changed = bridge.run_with_cache(TOKENS, names_filter=cross)
+    seen = 0
+    for node in receivers[:-3]:
+        moved = float((changed[cross] - held[cross])[0, node.pos, node.index]) * 1e4
+        assert moved == pytest.approx(graph[first, node], abs=1e-4)
+        seen += abs(moved) > 1e-2
+    assert seen > 10
+    # What it writes, at its own point and later ones, is what an edit of it does.
+    sender = next(node for node in graph.nodes if node.point == cross and node.pos == 5)
+
+    def off(act: Tensor, hook: object) -> Tensor:
+        act[0, sender.pos, sender.index] = 0
+        return act
+
+    with bridge.linearised(TOKENS, freeze=("pattern", "ln_scale", "mlp_out")):
+        without = bridge.run_with_hooks(TOKENS, fwd_hooks=[(cross, off)])
+    moved = (before - before.mean(-1, keepdim=True) - without + without.mean(-1, keepdim=True))[0, -1]
+    for node in graph.nodes[-3:]:
+        assert float(moved[node.index]) == pytest.approx(graph[sender, node], abs=1e-4)
+    assert max(abs(graph[sender, node]) for node in graph.nodes[-3:]) > 1e-2

@@ -215,16 +215,16 @@ def test_a_graph_opens_at_its_strongest_path_and_zooms(browser, tmp_path):
     page = tmp_path / "circuit.html"
     picture = pictures.circuit(edges, nodes=nodes, width=3000).save(page)
     clean(browser.open(picture, 500), page)
-    left, right = browser.evaluate("""(() => {
+    (left, top), (right, _) = browser.evaluate("""(() => {
         const at = (name) => [...document.querySelectorAll('text')].find((t) => t.textContent === name);
-        return ['n30', 'n31'].map((name) => at(name).getBoundingClientRect().left);
+        return ['n30', 'n31'].map((name) => at(name).getBoundingClientRect()).map((box) => [box.left, box.top]);
     })()""")
     assert 0 < left < right < 500
     width = "document.querySelector('.mark-rect path').getBoundingClientRect().width"
     before = browser.evaluate(width)
     for modifiers in (0, 2):  # without Ctrl the page scrolls
         browser.send(
-            "Input.dispatchMouseEvent", type="mouseWheel", x=250, y=100, deltaX=0, deltaY=-200, modifiers=modifiers
+            "Input.dispatchMouseEvent", type="mouseWheel", x=left, y=top, deltaX=0, deltaY=-200, modifiers=modifiers
         )
         browser.evaluate("new Promise((done) => setTimeout(done, 500))")
         assert (browser.evaluate(width) > 1.2 * before) == (modifiers == 2)
