@@ -420,13 +420,11 @@ def mean_scores(scores: Iterable[EdgeScores], weights: Sequence[int | float] | N
     for some in scores:
         if count and some.graph != graph:
             raise ValueError("the mean is of one or more scores of the same graph")
-        if weights is not None and count == len(weights):
-            raise ValueError(f"there are more than {count} scores and {len(weights)} weights")
-        graph, total = some.graph, total + some.values * (1 if weights is None else weights[count])
-        count += 1
+        weight = 1 if weights is None else weights[count] if count < len(weights) else 0
+        graph, total, count = some.graph, total + some.values * weight, count + 1
     if graph is None:
         raise ValueError("the mean is of one or more scores of the same graph")
-    if weights is not None and count < len(weights):
+    if weights is not None and count != len(weights):
         raise ValueError(f"there are {count} scores and {len(weights)} weights")
     return EdgeScores(graph, total / (count if weights is None else sum(weights)))
 
