@@ -3,7 +3,8 @@
     python benchmarks/circuits.py time                 EAP-IG of all edges of a 12-layer d768 GPT-2, one pair
     python benchmarks/circuits.py shipped              the shipped model's IOI circuit
     python benchmarks/circuits.py smollm FOLDER        SmolLM2-135M-Instruct's, from the folder of its GGUF file
-    python benchmarks/circuits.py graph TOKENS LIMIT   the graph of features of a random model of SmolLM2-135M's size
+    python benchmarks/circuits.py graph TOKENS LIMIT   the graph of features of a random model of SmolLM2-135M's size;
+                                                       with FILE: its adjacency stands there
 
 Times are alternated with what they are compared with, and given as medians of the ratios.
 """
@@ -165,7 +166,9 @@ class Transcoder(torch.nn.Module):
         return features @ self.W_dec
 
 
-def graph_of_features(n_tokens: int, limit: int, layers: int = 30, features: int = 1024) -> None:
+def graph_of_features(
+    n_tokens: int, limit: int, file: str | None = None, layers: int = 30, features: int = 1024
+) -> None:
     """What a graph needs above a run with the gradients of the same activations, on Linux."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -184,15 +187,22 @@ def graph_of_features(n_tokens: int, limit: int, layers: int = 30, features: int
     active = sum(int((found != 0).sum()) for found in cache.values())
     del cache
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-    start = time.perf_counter()
-    graph = attribution_graph(bridge, tokens, points, limit=limit)
-    took = time.perf_counter() - start
+    start = time.process_time()
+    graph = attribution_graph(bridge, tokens, points, limit=limit, file=file)
+    took = time.process_time() - start
     more = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3 - before
     lost = float(graph.influence()[[node.kind == "dropped" for node in graph.nodes]].sum() / graph.probabilities.sum())
+    edges = int(graph.adjacency.count_nonzero())
+    places = [node.pos for node in graph.nodes if node.kind == "feature"]
     print(
-        f"{n_tokens} tokens, {active} active features, {len(graph.nodes)} nodes of at most {limit}: {took:.0f} s, "
-        f"{more:.0f} MB above the runs before; {lost:.0%} of the influence lost"
+        f"{n_tokens} tokens, {active} active features, {len(graph.nodes)} nodes of at most {limit}: {took:.0f} s of a "
+        f"processor, {more:.0f} MB above the runs before; {lost:.0%} of the influence lost; {edges} edges, "
+        f"{edges / len(graph.nodes) ** 2:.0%} of all pairs; features at {sum(places) / len(places) / n_tokens:.0%} of "
+        f"the prompt on average"
     )
+    if file is not None:
+        found = Path(file).stat()
+        print(f"  the file has {found.st_size / 1e6:.1f} MB, and takes {found.st_blocks / 2e3:.1f}")
 
 
 if __name__ == "__main__":
@@ -203,7 +213,7 @@ if __name__ == "__main__":
         shipped()
     elif what == "smollm" and len(sys.argv) == 3:
         smollm(Path(sys.argv[2]))
-    elif what == "graph" and len(sys.argv) == 4:
-        graph_of_features(int(sys.argv[2]), int(sys.argv[3]))
+    elif what == "graph" and len(sys.argv) in (4, 5):
+        graph_of_features(int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
     else:
         sys.exit(__doc__)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from adapters.views.views import Call, View
@@ -39,8 +40,9 @@ class InBasis(View):
         inner: the view of the site's tensor.
         basis: see `Basis`.
         error: see `Error`. With any but ``"keep"`` the activation becomes ``decode(new)`` and the error.
-        reads: the name of the point that the features are of, and how the last of the call's sources is seen there (a
-            transcoder); None: they are of the activation.
+        reads: the names of the points that the features are of, and how the last of the call's sources are seen there:
+            one (a transcoder), or several, whose activations `encode` gets as one ``[..., point, d]`` (a crosscoder);
+            none: they are of the activation.
         skip: what is added to ``decode(new)``, made of what is read; it cancels where the error is kept.
         stateful: `decode` undoes what the last `encode` remembered, and forgets it (normalisation at run time).
         on_top: where the error is not kept, what is decoded goes on top of the activation, not in its place: what a
@@ -55,21 +57,21 @@ class InBasis(View):
         inner: View,
         basis: Basis,
         error: Error = "keep",
-        reads: tuple[str, View] | None = None,
+        reads: Sequence[tuple[str, View]] = (),
         skip: Callable[[Tensor], Tensor] | None = None,
         stateful: bool = False,
         on_top: bool = False,
     ) -> None:
         self.name, self.inner, self.basis, self.error = name, inner, basis, error
-        self.reads, self.skip, self.stateful, self.on_top = reads, skip, stateful, on_top
-        self.contextual = inner.contextual or reads is not None
+        self.reads, self.skip, self.stateful, self.on_top = tuple(reads), skip, stateful, on_top
+        self.contextual = inner.contextual or bool(reads)
         self.writes_through, self.at_once = inner.writes_through, inner.at_once
 
     @property
     def edits_alone(self) -> bool:
         """Whether an edit changes the activation by what is decoded, and is of that activation alone."""
         kept = isinstance(self.error, str) and self.error == "keep"
-        return kept and self.reads is None and not self.stateful
+        return kept and not self.reads and not self.stateful
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         return self.encode(self._read(x, call))
@@ -133,9 +135,9 @@ class InBasis(View):
 
     def _own(self, call: Call) -> Call:
         """The call as the site's own view knows it."""
-        if self.reads is None:
+        if not self.reads:
             return call
-        return Call(call.module, call.args, call.kwargs, call.sources[:-1], call.scratch)
+        return Call(call.module, call.args, call.kwargs, call.sources[: -len(self.reads)], call.scratch)
 
     def _activation(self, x: Tensor, call: Call) -> Tensor:
         act = self.inner.get(x, self._own(call))
@@ -144,10 +146,19 @@ class InBasis(View):
 
     def _read(self, x: Tensor, call: Call) -> Tensor:
         """What the features are of."""
-        if self.reads is None:
+        if not self.reads:
             return self._activation(x, call)
-        module, seen = call.sources[-1]
-        return self.reads[1].get(seen, Call(module, (seen,), {}))
+        sources = zip(self.reads, call.sources[-len(self.reads) :], strict=True)
+        return self.read_in({name: view.get(seen, Call(module, (seen,), {})) for (name, view), (module, seen) in sources})
+
+    def read_in(self, activations: Mapping[str, Tensor]) -> Tensor:
+        """What the features are of, where they are of other points.
+
+        Args:
+            activations: of these points, by name.
+        """
+        seen = [activations[name] for name, _ in self.reads]
+        return seen[0] if len(seen) == 1 else torch.stack(seen, -2)
 
 
 def dense(features: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ class BasisRequest:
     name: str
     basis: Basis
     point: HookPoint
-    reads: HookPoint | None
+    reads: tuple[HookPoint, ...]
     later: tuple[HookPoint, ...]
     skip: Callable[[Tensor], Tensor] | None
     error: Error
@@ -124,10 +124,14 @@ class BasisRequest:
         Raises:
             ValueError, TypeError: see `TransformerBridge.add_basis`.
         """
-        if self.reads is not None and self.reads.order >= self.point.order:
+        if late := [reads.name for reads in self.reads if reads.order >= self.point.order]:
             raise ValueError(
-                f"{self.reads.name} does not come before {self.point.name}: features of it cannot be written there"
+                f"{', '.join(late)} does not come before {self.point.name}: features of it cannot be written there"
             )
+        axes = {tuple(reads.point.axes.split()) for reads in self.reads}
+        if len(axes) > 1 or len({*self.reads}) < len(self.reads):
+            read = ", ".join(f"{reads.name} [{reads.point.axes}]" for reads in self.reads)
+            raise ValueError(f"the features of {self.name} are of {read}: several points are different, with like axes")
         own = self._point(self.point, self.name, self.basis, cfg, model)
         before = self.point
         for hook in self.later:
@@ -143,7 +147,7 @@ class BasisRequest:
             return [own]
         if not callable(decode_later := getattr(self.basis, "decode_later", None)):
             raise TypeError(f"the basis {self.name} is {type(self.basis).__name__}, which has no method decode_later")
-        if self.reads is None:
+        if not self.reads:
             raise ValueError(f"the features of {own.name} are written at later points: say what they are of (reads=)")
         name = f"{self.name}_of_{self.point.point.depth}"
         others = [
@@ -161,7 +165,7 @@ class BasisRequest:
         stateful = getattr(config, "normalize_activations", None) in _AT_RUN_TIME
         if getattr(basis, "hook_z_reshaping_mode", False) and axes[-2:] == ["n_heads", "d_head"]:
             axes = axes[:-1]  # SAELens' SAEs of all heads together
-        reads, later = self.reads, isinstance(basis, LaterWrite)
+        later = isinstance(basis, LaterWrite)
         return replace(
             base.point,
             name=full,
@@ -170,7 +174,7 @@ class BasisRequest:
                 base.view,
                 basis,
                 self.error if self.keeps or not later else "drop",
-                None if reads is None else (reads.name, _readable(reads, model)),
+                [(reads.name, _readable(reads, model)) for reads in self.reads],
                 None if later else self.skip,
                 stateful,
                 on_top=later,
@@ -179,7 +183,7 @@ class BasisRequest:
             group="extra",
             flag=None,
             aliases=tuple(f"{alias}.{name}" for alias in base.point.aliases),
-            sources=base.point.sources if reads is None else (*base.point.sources, reads.point.site),
+            sources=(*base.point.sources, *[reads.point.site for reads in self.reads]),
             linked=(),
             separate_consumers=(),
         )
@@ -434,13 +438,13 @@ class Neurons(nn.Module):
 
 
 class CrossLayer(nn.Module):
-    """One layer of a cross-layer transcoder: features that are written at the points of several layers.
+    """One layer of a cross-layer transcoder, or a crosscoder: features of one point or several, written at several.
 
     The tensors are those of one layer of circuit-tracer's `CrossLayerTranscoder` (Ameisen et al. 2025, "Circuit
     Tracing"), whose layers are all placed to have the whole.
 
     Args:
-        W_enc: ``[feature, d]``, from what is read to the features.
+        W_enc: ``[feature, d]``, from what is read to the features; of several points ``[feature, read, d]``.
         b_enc: ``[feature]``.
         W_dec: ``[feature, point, d_out]``, what is written at the layer's own point and at those behind it.
         b_dec: ``[d_out]``, added at the layer's own point alone.
@@ -473,7 +477,7 @@ class CrossLayer(nn.Module):
 
     def __init__(
         self,
-        W_enc: Float[Tensor, "feature d"],
+        W_enc: Float[Tensor, "feature *read"],
         b_enc: Float[Tensor, " feature"],
         W_dec: Float[Tensor, "feature point d_out"],
         b_dec: Float[Tensor, " d_out"],
@@ -491,7 +495,9 @@ class CrossLayer(nn.Module):
 
     def encode(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... feature"]:
         """The features."""
-        before = x @ self.W_enc.T + self.b_enc
+        if self.W_enc.ndim > 2:
+            x = x.flatten(-2)
+        before = x @ self.W_enc.flatten(1).T + self.b_enc
         return before.relu() if self.threshold is None else before * (before > self.threshold)
 
     def decode(self, features: Float[Tensor, "... feature"]) -> Float[Tensor, "... d_out"]:
@@ -513,11 +519,20 @@ def read_by(hooks: Sequence[HookPoint]) -> dict[HookPoint, str]:
 
     Args:
         hooks: any hook points.
+
+    Raises:
+        ValueError: features of several points, which none of those who ask can tell apart by row or position.
     """
     found = {}
     for hook in hooks:
         if isinstance(hook.view, InBasis):
-            found[hook] = hook.view.reads[0] if hook.view.reads else hook.name.rpartition(".")[0]
+            if len(hook.view.reads) > 1:
+                names = ", ".join(name for name, _ in hook.view.reads)
+                raise ValueError(
+                    f"{hook.name} is of several points ({names}): it is offered in runs, with hooks, caches and "
+                    "traces, and in graphs of features, but not in sweeps, harvests and batches of requests"
+                )
+            found[hook] = hook.view.reads[0][0] if hook.view.reads else hook.name.rpartition(".")[0]
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -397,11 +397,11 @@ def information_flow(bridge: TransformerBridge, prompts: Prompts, **model_kwargs
 
 
 @refuse_wrong_types
-def mean_scores(scores: Sequence[EdgeScores], weights: Sequence[int | float] | None = None) -> EdgeScores:
-    """The mean of scores from several batches.
+def mean_scores(scores: Iterable[EdgeScores], weights: Sequence[int | float] | None = None) -> EdgeScores:
+    """The mean of scores from several batches, one of which is held at a time.
 
     Args:
-        scores: of the same graph.
+        scores: of the same graph, such as ``(edge_attribution(bridge, *batch, metric) for batch in batches)``.
         weights: how much each counts, such as its number of prompts; None: all the same.
 
     Raises:
@@ -416,13 +416,17 @@ def mean_scores(scores: Sequence[EdgeScores], weights: Sequence[int | float] | N
         >>> mean_scores([one, one])["embed->logits"]
         1.0
     """
-    if not scores or any(some.graph != scores[0].graph for some in scores):
+    graph, total, count = None, torch.zeros(()), 0
+    for some in scores:
+        if count and some.graph != graph:
+            raise ValueError("the mean is of one or more scores of the same graph")
+        weight = 1 if weights is None else weights[count] if count < len(weights) else 0
+        graph, total, count = some.graph, total + some.values * weight, count + 1
+    if graph is None:
         raise ValueError("the mean is of one or more scores of the same graph")
-    shares = torch.tensor(list(weights) if weights is not None else [1] * len(scores), dtype=torch.float64)
-    if len(shares) != len(scores):
-        raise ValueError(f"there are {len(scores)} scores and {len(shares)} weights")
-    shares = shares / shares.sum()
-    return EdgeScores(scores[0].graph, sum(share * some.values for share, some in zip(shares, scores, strict=True)))
+    if weights is not None and count != len(weights):
+        raise ValueError(f"there are {count} scores and {len(weights)} weights")
+    return EdgeScores(graph, total / (count if weights is None else sum(weights)))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

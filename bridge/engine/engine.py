@@ -290,7 +290,7 @@ class Engine:
     def _check_offered(self, names: Sequence[str]) -> None:
         for shown in names:
             name = base_of(hook := self.bridge.hook_dict[shown])
-            if isinstance(hook.view, InBasis) and (hook.view.reads is not None or name in self._kernels):
+            if isinstance(hook.view, InBasis) and (hook.view.reads or name in self._kernels):
                 raise ValueError(f"{shown} is no basis of what one hook point has, and is not offered in this engine")
             if name in self.refused:
                 raise ValueError(f"{name} is not offered in this engine: {self.refused[name]}")

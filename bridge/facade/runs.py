@@ -386,7 +386,7 @@ class RunMethods(HookMethods, TokenMethods):
         *,
         encode: Callable[[Tensor], Tensor] | None = None,
         decode: Callable[[Tensor], Tensor] | None = None,
-        reads: str | HookPoint | None = None,
+        reads: str | HookPoint | Sequence[str | HookPoint] | None = None,
         skip: Callable[[Tensor], Tensor] | None = None,
         error: Error = "keep",
         later: Sequence[str | HookPoint] = (),
@@ -404,7 +404,7 @@ class RunMethods(HookMethods, TokenMethods):
             basis: anything with `encode` and `decode`, such as SAELens' objects. It is moved with the bridge (`to`).
             encode, decode: in place of `basis`, two functions.
             reads: the features are of this point's activation and not of `point`'s (a transcoder): an input or output
-                of a module that runs earlier.
+                of a module that runs earlier. Or of several (a crosscoder): `encode` gets ``[..., point, d]``.
             skip: what a transcoder adds to what is decoded, as a function of what is read.
             error: what becomes of what the basis does not explain. ``"keep"``: it stays. ``"drop"``: in every run
                 ``decode(features)`` goes on in place of the activation. A tensor: that and this (`basis_error` gives
@@ -436,7 +436,8 @@ class RunMethods(HookMethods, TokenMethods):
             torch.Size([1, 4, 1])
         """
         given = one_of(basis, encode, decode)
-        places = self._hook(point), None if reads is None else self._hook(reads), tuple(map(self._hook, later))
+        read = [] if reads is None else [reads] if isinstance(reads, str | HookPoint) else reads
+        places = self._hook(point), tuple(map(self._hook, read)), tuple(map(self._hook, later))
         hook = self._new_point(request := BasisRequest(name, given, *places, skip, error))
         if not request.keeps:
             self.wiring.add(hook, Listener("fwd", as_they_are, None, permanent=True))
@@ -451,7 +452,7 @@ class RunMethods(HookMethods, TokenMethods):
         *,
         encode: Callable[[Tensor], Tensor] | None = None,
         decode: Callable[[Tensor], Tensor] | None = None,
-        reads: str | HookPoint | None = None,
+        reads: str | HookPoint | Sequence[str | HookPoint] | None = None,
         skip: Callable[[Tensor], Tensor] | None = None,
         error: Error = "keep",
         later: Sequence[str | HookPoint] = (),
@@ -472,7 +473,8 @@ class RunMethods(HookMethods, TokenMethods):
             []
         """
         given = one_of(basis, encode, decode)
-        places = self._hook(point), None if reads is None else self._hook(reads), tuple(map(self._hook, later))
+        read = [] if reads is None else [reads] if isinstance(reads, str | HookPoint) else reads
+        places = self._hook(point), tuple(map(self._hook, read)), tuple(map(self._hook, later))
         hook = self._new_point(request := BasisRequest(name, given, *places, skip, error))
         try:
             if request.keeps:
@@ -538,7 +540,7 @@ class RunMethods(HookMethods, TokenMethods):
             True
         """
         hook, view = self._basis_at(point)
-        read = None if view.reads is None or view.skip is None else cache[view.reads[0]]
+        read = None if not view.reads or view.skip is None else view.read_in(cache)
         base, _, name = hook.name.rpartition(".")
         rest = view.unexplained(cache[base], cache[hook.name], read)
         layers = [other for other in self.bases if other.name.endswith(f".{name}")]

@@ -2,7 +2,15 @@
 
 from bridge.features.directions import Direction, direction, write_into_weights, written_points
 from bridge.features.features import evaluate_features, feature_attribution, feature_logit_attrs
-from bridge.features.graph import AttributionGraph, Node, ScoreTerms, attribution_graph, score_terms
+from bridge.features.graph import (
+    AttributionGraph,
+    HeadLoadings,
+    Node,
+    ScoreTerms,
+    attribution_graph,
+    head_loadings,
+    score_terms,
+)
 from bridge.features.interchange import (
     CoordinateMask,
     InterchangeTable,
@@ -16,6 +24,7 @@ __all__ = [
     "AttributionGraph",
     "CoordinateMask",
     "Direction",
+    "HeadLoadings",
     "InterchangeTable",
     "Node",
     "RotationFit",
@@ -26,6 +35,7 @@ __all__ = [
     "feature_attribution",
     "feature_logit_attrs",
     "fit_rotation",
+    "head_loadings",
     "interchange",
     "interchange_table",
     "score_terms",

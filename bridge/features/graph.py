@@ -1,7 +1,7 @@
 """Attribution graphs: who sends how much to whom in a local replacement model.
 
 What comes in: a bridge, a prompt, and hook points in a basis. What goes out: an `AttributionGraph` of features, errors,
-tokens and logits; or the `ScoreTerms` of one attention score.
+tokens and logits; the `ScoreTerms` of one attention score; or the `HeadLoadings` of what a node receives.
 
 The mechanism, in order:
 
@@ -12,6 +12,8 @@ The mechanism, in order:
 4. With a limit, `_most_influential` goes from the logits backwards and computes the rows of those features alone that
    are among the most influential so far. `_among` then makes the graph of the nodes that are kept.
 5. `score_terms` takes the rows of one query and one key, whose product is the score.
+6. `head_loadings` cuts a second run at every head. There a receiver's gradient is what it takes from a head past no
+   other one; the rows of that product in the first run are what reaches the receiver through the head last.
 
 It knows nothing of what bases are made of, and asks for a picture when one is drawn.
 """
@@ -29,6 +31,8 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from adapters.sealed import read_file, sealed
 from adapters.views.basis import InBasis, dense
@@ -119,13 +123,19 @@ class AttributionGraph:
     def _of(self, *kinds: Kind) -> list[int]:
         return [i for i, node in enumerate(self.nodes) if node.kind in kinds]
 
-    def _shares(self) -> Float[Tensor, "node node"]:
-        """Each edge's share of the sizes of all that its receiver gets, constants aside: they explain nothing."""
-        sizes = self.adjacency.abs()
-        sizes[:, self._of("constant", "dropped")] = 0
-        for dropped in self._of("dropped"):  # one by one they are larger than their sum
-            sizes[:, dropped] = (self.received - sizes.sum(1)).clamp(min=0)
-        return sizes / self.received[:, None].clamp(min=1e-10)
+    def _shares(self) -> Iterator[tuple[slice, Float[Tensor, "row node"]]]:
+        """Each edge's share of the sizes of all that its receiver gets, constants aside: they explain nothing.
+
+        Some rows after the other: a second table may have no room.
+        """
+        aside, dropped = self._of("constant", "dropped"), self._of("dropped")
+        for first in range(0, len(self.nodes), _ROWS):
+            rows = slice(first, first + _ROWS)
+            sizes, whole = self.adjacency[rows].abs(), self.received[rows]
+            sizes[:, aside] = 0
+            for one in dropped:  # one by one they are larger than their sum
+                sizes[:, one] = (whole - sizes.sum(1)).clamp(min=0)
+            yield rows, sizes / whole[:, None].clamp(min=1e-10)
 
     def influence(self) -> Float[Tensor, " node"]:
         """How much of the logits goes through each node, directly or not.
@@ -137,12 +147,11 @@ class AttributionGraph:
         Example:
             See `attribution_graph`.
         """
-        shares = self._shares().double()
-        weights = shares.new_zeros(len(self.nodes))
+        weights = self.received.new_zeros(len(self.nodes), dtype=torch.float64)
         weights[self._of("logit")] = self.probabilities.double()
         whole = torch.zeros_like(weights)
         while weights.any():  # edges go forward alone, so every way ends
-            weights = weights @ shares
+            weights = sum((weights[rows] @ shares.double() for rows, shares in self._shares()), torch.zeros_like(whole))
             whole += weights
         return whole.to(self.adjacency.dtype)
 
@@ -163,10 +172,15 @@ class AttributionGraph:
         check_positive("n", n)
         weights = self.influence()
         weights[self._of("logit")] = self.probabilities
-        sizes = self._shares() * weights[:, None]
-        sizes[:, self._of("dropped")] = 0
-        found = sizes.flatten().topk(min(n, int(sizes.count_nonzero())))
-        return [divmod(int(at), len(self.nodes)) for at in found.indices]
+        sizes, places = weights.new_zeros(0), torch.zeros(0, dtype=torch.long, device=weights.device)
+        for rows, shares in self._shares():
+            here = shares * weights[rows, None]
+            here[:, self._of("dropped")] = 0
+            found = here.flatten().topk(min(n, int(here.count_nonzero())))
+            places = torch.cat([places, found.indices + rows.start * len(self.nodes)])
+            sizes, first = torch.cat([sizes, found.values]).topk(min(n, len(places)))
+            places = places[first]
+        return [divmod(at, len(self.nodes)) for at in places.tolist()]
 
     @refuse_wrong_types
     def draw(self, n: int, bridge: TransformerBridge, tokens: Int[Tensor, "1 pos"], **options: Any) -> Any:
@@ -401,6 +415,7 @@ def attribution_graph(
     without_positions: Sequence[int] = (),
     limit: int | None = None,
     together: int = 64,
+    file: str | Path | None = None,
     **model_kwargs: Any,
 ) -> AttributionGraph:
     """What features, errors, tokens and logits send each other, in the local replacement model of a prompt.
@@ -412,7 +427,8 @@ def attribution_graph(
     encoder and of the model, and what is written at positions that are left out. Influence passes these over (Ameisen
     et al. 2025, "Circuit Tracing: Revealing Computational Graphs in Language Models"; the graph is that of
     circuit-tracer, which has no such nodes). The encoders' own derivative is taken where the features are, so for ReLU,
-    JumpReLU and top-k it is their weights.
+    JumpReLU and top-k it is their weights. Where an encoder attends to other positions, its softmax over them is held,
+    as the model's patterns are.
 
     Features that are read inside an MLP or behind it (`mlp.hook_post`, and `hook_mlp_out` without `reads=`) get the
     MLP's derivative in this run: what enters such a feature is what a small change does, and does not add up. What it
@@ -433,15 +449,18 @@ def attribution_graph(
             mean little). They still do what they did in the run.
         limit: how many features, errors and tokens are nodes; None: all.
         together: how many rows are computed at once, or fewer where their gradients would take over 1 GiB.
+        file: where the adjacency stands, rows being written as they are computed: its memory is the system's to take
+            back. What is zero because it is computed later takes no room there. A file of that name is replaced, and
+            `AttributionGraph.save` writes what can be read again. None: in memory.
         model_kwargs: what else the model takes with it, such as ``pixel_values=``.
 
     Returns:
         The graph.
 
     Raises:
-        ValueError: a point that is in no basis, or in one of something else inside a part; training mode; no node or
-            no row asked for; a model that is not linear where patterns, factors and MLPs are held (a state space, a
-            gate); nothing to attribute.
+        ValueError: a point that is in no basis, or in one of something else inside a part; one that attends to other
+            positions by a function that gives no pattern; training mode; no node or no row asked for; a model that is
+            not linear where patterns, factors and MLPs are held (a state space, a gate); nothing to attribute.
 
     Example:
         >>> import torch
@@ -477,7 +496,7 @@ def attribution_graph(
     with bridge.linearised(prompt), torch.enable_grad():
         _refuse_what_is_not_linear(bridge, prompt)
         run = _ReplacementRun(bridge, prompt, bases, kept, chosen, shares[chosen], together)
-        return run.graph(limit)
+        return run.graph(limit, file)
 
 
 @dataclass(frozen=True, repr=False)
@@ -623,6 +642,138 @@ def score_terms(
             )
         position = 0.0
     return ScoreTerms(queries, others, query_parts, key_parts, position)
+
+
+@dataclass(frozen=True, repr=False)
+class HeadLoadings:
+    """Through which attention heads a node receives what it gets from every other one.
+
+    Attributes:
+        receiver: the node.
+        nodes: those that send it something, ``biases`` last: all that does not come from the others.
+        heads: layer and head of each head that it may receive something through.
+        direct: ``[node]``: what comes through no head.
+        values: ``[node, head]``: what comes through each head last, past no head behind it. With `direct` they add up
+            to the edge.
+    """
+
+    receiver: Node
+    nodes: tuple[Node, ...]
+    heads: tuple[tuple[int, int], ...]
+    direct: Float[Tensor, " node"]
+    values: Float[Tensor, "node head"]
+
+    def __repr__(self) -> str:
+        return f"HeadLoadings({self.receiver}, {len(self.nodes)} nodes through {len(self.heads)} heads)"
+
+    def __getitem__(self, sender: Node) -> dict[tuple[int, int], float]:
+        """What one node sends through each head."""
+        if sender not in self.nodes:
+            raise ValueError(f"{sender} sends nothing to {self.receiver}")
+        return dict(zip(self.heads, self.values[self.nodes.index(sender)].tolist(), strict=True))
+
+    @property
+    def edges(self) -> Float[Tensor, " node"]:
+        """The edge from each node: what is sent through all heads, and through none."""
+        return self.values.sum(1) + self.direct
+
+    def largest(self, n: int) -> list[tuple[Node, tuple[int, int], float]]:
+        """The loadings of the largest size: sender, layer and head, how much.
+
+        Args:
+            n: how many.
+
+        Raises:
+            ValueError: no loading is asked for.
+        """
+        check_positive("n", n)
+        found = self.values.abs().flatten().topk(min(n, self.values.numel())).indices.tolist()
+        places = [divmod(at, len(self.heads)) for at in found]
+        return [(self.nodes[i], self.heads[j], float(self.values[i, j])) for i, j in places]
+
+
+@refuse_wrong_types
+def head_loadings(
+    bridge: TransformerBridge,
+    tokens: Prompts,
+    points: Sequence[str],
+    receiver: Node,
+    *,
+    without_positions: Sequence[int] = (),
+    together: int = 64,
+    **model_kwargs: Any,
+) -> HeadLoadings:
+    """How much of each edge into a node comes through each attention head.
+
+    In the replacement model of `attribution_graph`, an edge is a sum over paths, through heads of several layers, or
+    through none. A path is counted with its last head, so that the loadings of an edge add up to it (heads' loadings of
+    Kamath et al. 2025, "Tracing Attention Computation Through Feature Interactions").
+
+    Args:
+        bridge: the bridge, in evaluation mode.
+        tokens: one prompt, ``[1, pos]``, or what a processor gives.
+        points: hook points in a basis, as for `attribution_graph`.
+        receiver: a feature or a logit, such as one of a graph's nodes.
+        without_positions, together, model_kwargs: as for `attribution_graph`.
+
+    Raises:
+        ValueError: as `attribution_graph`; a node that receives nothing, or is not there in this run; one that is read
+            inside an MLP or behind it, so that its edges are slopes; a layer whose heads are no hook points.
+
+    Example:
+        >>> import torch
+        >>> from bridge import TransformerBridge
+        >>> from bridge.features import attribution_graph, head_loadings
+        >>> bridge, W = TransformerBridge.boot_embedded(), torch.eye(128)[:, :6]
+        >>> basis = {"encode": lambda x: (x @ W).relu(), "decode": lambda f: f @ W.T}
+        >>> point = bridge.add_basis("blocks.1.hook_mlp_out", "tc", **basis, reads="blocks.1.hook_resid_mid")
+        >>> tokens = bridge.to_tokens("Mary and John")
+        >>> graph = attribution_graph(bridge, tokens, [point.name], logits=1)
+        >>> found = head_loadings(bridge, tokens, [point.name], graph.nodes[-1])
+        >>> sender, (layer, head), loading = found.largest(1)[0]
+        >>> found[sender][layer, head] == loading
+        True
+        >>> torch.allclose(found.edges, torch.tensor([graph[node, graph.nodes[-1]] for node in found.nodes]), atol=1e-4)
+        True
+    """
+    refuse_training(bridge)
+    check_positive("together", together)
+    bases = _checked_bases(bridge, points)
+    prompt = prompts_with(bridge, tokens, model_kwargs)
+    kept = _positions(bridge, prompt, without_positions)
+    names = _outputs_of_heads(bridge)
+    logit = kept.nonzero().new_tensor([receiver.index] * (receiver.kind == "logit"))
+    if len(logit):
+        _check_logits(logit, bridge.cfg.d_vocab)
+    with bridge.linearised(prompt), torch.enable_grad():
+        _refuse_what_is_not_linear(bridge, prompt)
+        none = kept.new_zeros(len(logit), dtype=torch.float)
+        of = partial(_ReplacementRun, bridge, prompt, bases, kept, logit, none, together, names)
+        run, cut = of(), of(stop=names)
+        value, taken = run.value(receiver), cut.value(receiver)
+        given = torch.autograd.grad(taken, [cut.cut[name] for name in names], allow_unused=True)
+        reached = [(name, part) for name, part in zip(names, given, strict=True) if part is not None]
+        through = [(part * run.read[name]).sum((0, 1, 3)) for name, part in reached]
+        nodes, parts = run.parts(torch.cat([value[None], *through]))
+    heads = [(int(name.split(".")[1]), head) for name, part in reached for head in range(part.shape[2])]
+    values = parts[:, 1:]
+    return HeadLoadings(receiver, nodes, tuple(heads), parts[:, 0] - values.sum(1), values)
+
+
+def _outputs_of_heads(bridge: TransformerBridge) -> list[str]:
+    """The hook points of what heads put together.
+
+    Raises:
+        ValueError: a layer's heads are no hook point.
+    """
+    found = [
+        f"{name.removesuffix('.hook_attn_out')}.attn.hook_z"
+        for name in bridge.hook_dict
+        if name.endswith(".hook_attn_out")
+    ]
+    if gone := [name for name in found if name not in bridge.hook_dict]:
+        raise ValueError(f"{bridge.cfg.model_name} has no {gone[0]}: what its heads put together is no hook point")
+    return found
 
 
 def _query_key_and_scores(bridge: TransformerBridge, layer: int) -> list[str]:
@@ -792,6 +943,34 @@ class _Receivers:
     linear: bool
 
 
+#: What makes a pattern of scores, and what does that and more in one.
+_SOFTMAX = (torch.softmax, Tensor.softmax, functional.softmax)
+_WHOLE_ATTENTION = (functional.scaled_dot_product_attention, functional.multi_head_attention_forward)
+
+
+class _PatternsHeld(TorchFunctionMode):
+    """Holds what a basis attends to while it encodes: nothing flows through a softmax over positions.
+
+    Args:
+        name: of the point in the basis.
+        length: how many positions there are.
+    """
+
+    def __init__(self, name: str, length: int) -> None:
+        super().__init__()
+        self.name, self.length = name, length
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _WHOLE_ATTENTION:
+            raise ValueError(
+                f"encode of {self.name} attends by {func.__name__}, whose pattern cannot be held: write it as "
+                "scores.softmax(-1) @ values"
+            )
+        found = func(*args, **(kwargs or {}))
+        pattern = func in _SOFTMAX and list(found.shape[-2:]) == [self.length] * 2
+        return found.detach() if pattern else found
+
+
 #: In which order the nodes of a graph stand.
 _ORDER = ("feature", "error", "token", "constant")
 #: How much memory the gradients of the rows that are computed at once may take.
@@ -812,9 +991,11 @@ class _ReplacementRun:
         probabilities: theirs.
         together: how many rows are computed at once.
         names: of hook points that are read, too.
+        stop: of hook points behind which nothing of what made them counts.
 
     Attributes:
         read: what stands at hook points that are read, with its graph.
+        cut: what stands for the activation behind a hook point of `stop`.
         sources: in the order of the computation: what a source is made of stands before it.
         logits: of the tokens, less the mean of all, as receivers.
     """
@@ -829,8 +1010,10 @@ class _ReplacementRun:
         probabilities: Tensor,
         together: int,
         names: Sequence[str] = (),
+        stop: Sequence[str] = (),
     ) -> None:
         self.bridge, self.kept, self.together = bridge, kept, together
+        self.cut: dict[str, Tensor] = {}
         self.tokens, self.probabilities = tokens, probabilities
         self.sources: list[_Source] = []
         self.read: dict[str, Tensor] = {}
@@ -838,9 +1021,10 @@ class _ReplacementRun:
         by_point = {hook.name.rpartition(".")[0]: hook for hook in bases}
         explained = {name.replace(".mlp.hook_post", ".hook_mlp_out") for name in by_point}  # by what made it
         mlps = [name for name in bridge.hook_dict if name.endswith(".hook_mlp_out") and name not in explained]
-        reads = [hook.view.reads[0] for hook in bases if isinstance(hook.view, InBasis) and hook.view.reads]
+        reads = [name for hook in bases if isinstance(hook.view, InBasis) for name, _ in hook.view.reads]
         hooks: list[tuple[str, Callable[..., Tensor | None]]] = [(name, self._begin) for name in _beginnings(bridge)]
         hooks += [(name, self._keep) for name in dict.fromkeys([*reads, *names])]
+        hooks += [(name, self._stop) for name in stop]
         later = [follower.name.rpartition(".")[0] for hook in bases for follower in hook.point.linked]
         for name in dict.fromkeys([*by_point, *later, *mlps]):
             hooks.append((name, self._replace(by_point.get(name), written_later(name, bases, bridge.hook_dict))))
@@ -860,6 +1044,9 @@ class _ReplacementRun:
     def _keep(self, act: Tensor, hook: HookPoint) -> None:
         self.read[hook.name] = act
 
+    def _stop(self, act: Tensor, hook: HookPoint) -> Tensor:
+        return self.cut.setdefault(hook.name, act.detach().requires_grad_())
+
     def _replace(self, basis: HookPoint | None, earlier: list[tuple[HookPoint, InBasis]]) -> Callable[..., Tensor]:
         """A hook that makes an MLP's output a function of features and errors alone.
 
@@ -877,8 +1064,9 @@ class _ReplacementRun:
             if basis is not None:
                 view = basis.view
                 assert isinstance(view, InBasis)
-                read = self.read[view.reads[0]] if view.reads else act
-                found = dense(view.encode(read))
+                read = view.read_in(self.read) if view.reads else act
+                with _PatternsHeld(basis.name, act.shape[1]):
+                    found = dense(view.encode(read))
                 entries = (found.detach()[0] * self.kept.view(-1, *[1] * (found.ndim - 2))).nonzero()
                 leaf = self._leaves[basis.name] = self._send("feature", basis.name, found, entries, found)
                 made = made + view.decoded(leaf, act)
@@ -894,15 +1082,15 @@ class _ReplacementRun:
         return replace
 
     def _rows(self, receivers: _Receivers) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """What each receiver gets from every source, in batches: which ones, and a ``[row, node]`` for each source."""
-        sources, later = self.sources[: receivers.before], self.sources[receivers.before :]
+        """What each receiver gets from all sources before it, in batches: which ones, and a ``[row, node]`` of each."""
+        sources = self.sources[: receivers.before]
         leaves = [source.leaf for source in sources]
         of_one = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
         size = max(1, min(self.together, _BYTES // max(of_one, 1)))
         for some in receivers.which.split(size) if len(receivers.which) else ():
             gradients = self._gradients(receivers.of(some), leaves)
             sent = [source.sent(gradient, len(some)) for source, gradient in zip(sources, gradients, strict=True)]
-            yield some, [*sent, *(source.sent(None, len(some)) for source in later)]
+            yield some, sent
 
     def _gradients(self, receivers: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Of each receiver: one by one where the model is spread, as DTensors know no vmap."""
@@ -921,19 +1109,20 @@ class _ReplacementRun:
         assert source.target is not None
         return _Receivers(at, which, partial(source.at, source.target), not self._bends(source.point))
 
-    def graph(self, limit: int | None) -> AttributionGraph:
+    def graph(self, limit: int | None, file: str | Path | None) -> AttributionGraph:
         """The graph of the run.
 
         Args:
             limit: how many features, errors and tokens are nodes; None: all.
+            file: where the adjacency stands; None: in memory.
         """
         if not any(len(source.entries) for source in self.sources if source.kind == "feature"):
             raise ValueError("no feature is active at these positions: there is nothing to attribute")
         if limit is not None and sum(len(some.entries) for some in self.sources if some.kind != "constant") > limit:
-            return self._among(self._most_influential(limit), dropped=True)
-        return self._among([torch.arange(len(some.entries), device=some.leaf.device) for some in self.sources])
+            return self._among(self._most_influential(limit), file, dropped=True)
+        return self._among([torch.arange(len(some.entries), device=some.leaf.device) for some in self.sources], file)
 
-    def _among(self, kept: list[Tensor], dropped: bool = False) -> AttributionGraph:
+    def _among(self, kept: list[Tensor], file: str | Path | None, dropped: bool = False) -> AttributionGraph:
         """The graph of some nodes of each source."""
         order = sorted(range(len(kept)), key=lambda at: _ORDER.index(self.sources[at].kind))
         first = dict(zip(order, accumulate((len(kept[at]) for at in order), initial=0), strict=False))
@@ -943,26 +1132,53 @@ class _ReplacementRun:
         nodes += [Node("constant", "biases", 0), *[Node("dropped", "dropped", 0)] * dropped]
         receiving = [(len(nodes), self.logits)]
         nodes += [Node("logit", "logits", self.kept.numel() - 1, int(token)) for token in self.tokens]
-        adjacency = self.probabilities.new_zeros(len(nodes), len(nodes))
-        received, values = self.probabilities.new_zeros(2, len(nodes))
+        shares = self.probabilities if file is None else self.probabilities.cpu()
+        received, values = shares.new_zeros(2, len(nodes))
+        if file is None:
+            adjacency = shares.new_zeros(len(nodes), len(nodes))
+        else:
+            Path(file).unlink(missing_ok=True)  # an earlier graph may still stand there
+            adjacency = torch.from_file(str(file), shared=True, size=len(nodes) ** 2, dtype=shares.dtype)
+            adjacency = adjacency.view(len(nodes), len(nodes))
         for at, source in enumerate(self.sources):
-            values[columns[at]] = source.sizes(kept[at]).to(values.dtype)
+            values[columns[at]] = source.sizes(kept[at]).to(values)
             if source.kind == "feature":
                 receiving.append((first[at], self._features(at, kept[at])))
         for row, receivers in receiving:
             for some, sent in self._rows(receivers):
                 rows = slice(row, row + len(some))
                 row += len(some)
-                for source, mine, column, parts in zip(self.sources, kept, columns, sent, strict=True):
-                    adjacency[rows, column] = parts[:, mine].to(adjacency.dtype)
+                for source, mine, column, parts in zip(self.sources, kept, columns, sent, strict=False):
+                    adjacency[rows, column] = parts[:, mine].to(adjacency)
                     if source.kind != "constant":
-                        received[rows] += parts.abs().sum(1)
+                        received[rows] += parts.abs().sum(1).to(received)
                     if dropped:
-                        adjacency[rows, biases + (source.kind != "constant")] += parts.index_fill(1, mine, 0).sum(1)
-                values[rows] = receivers.of(some).detach().to(values.dtype)
+                        rest = parts.index_fill(1, mine, 0).sum(1).to(adjacency)
+                        adjacency[rows, biases + (source.kind != "constant")] += rest
+                values[rows] = receivers.of(some).detach().to(values)
                 if receivers.linear:  # all is linear in the nodes and constant otherwise
                     adjacency[rows, biases] += values[rows] - adjacency[rows].sum(1)
-        return AttributionGraph(tuple(nodes), adjacency, values, self.probabilities, received)
+        return AttributionGraph(tuple(nodes), adjacency, values, shares, received)
+
+    def value(self, node: Node) -> Float[Tensor, ""]:
+        """What stands at a feature or a logit, with its graph.
+
+        Raises:
+            ValueError: it is no such node, or is not there, or what it gets is a slope.
+        """
+        if node.kind == "logit" and node.pos == self.kept.numel() - 1:
+            return self.logits.of(torch.tensor([0]))[0]
+        if node.kind == "feature":
+            for source in self.sources:
+                if source.kind == "feature" and source.point == node.point:
+                    if self._bends(source.point):
+                        raise ValueError(f"{node} is read inside an MLP or behind it: its edges are slopes, of no sum")
+                    place = [node.pos, *([] if node.head is None else [node.head]), node.index]
+                    which = (source.entries == torch.tensor(place, device=source.entries.device)).all(1).nonzero()
+                    if len(which):
+                        assert source.target is not None
+                        return source.at(source.target, which[0])[0]
+        raise ValueError(f"{node} is no feature that is active in this run, and no logit of its last position")
 
     def parts(self, vector: Float[Tensor, " d_head"]) -> tuple[tuple[Node, ...], Float[Tensor, "node d_head"]]:
         """What each node contributes to a vector that is linear in them: which do, ``biases`` last, and what."""
@@ -1009,20 +1225,22 @@ class _ReplacementRun:
             expanded[fresh] = True
             for at, which in ((at, which) for at, which in enumerate(by_source(fresh)) if len(which)):
                 for rows, sent in self._rows(self._features(at, which)):
-                    largest = self._shares(sent).topk(min(_FOLLOWED, offsets[-1]))
+                    shares = self._shares(sent)
+                    largest = shares.topk(min(_FOLLOWED, shares.shape[1]))
                     known.setdefault(at, []).append((rows + offsets[at], largest.indices, largest.values))
 
     def _shares(self, sent: Sequence[Tensor]) -> Float[Tensor, "row node"]:
         """Of what each row gets the shares of the sizes, constants aside."""
-        explain = [part.abs() * (some.kind != "constant") for some, part in zip(self.sources, sent, strict=True)]
+        explain = [part.abs() * (some.kind != "constant") for some, part in zip(self.sources, sent, strict=False)]
         sizes = torch.cat(explain, 1)
         return sizes / sizes.sum(1, keepdim=True).clamp(min=1e-10)
 
     def _bends(self, point: str) -> bool:
         """Whether an MLP is between the stream and the features at a point, so that what they get is a slope."""
         view = self.bridge.hook_dict[point].view
-        read = view.reads[0] if isinstance(view, InBasis) and view.reads else point.rpartition(".")[0]
-        return ".mlp." in read or read.endswith(".hook_mlp_out")
+        own = point.rpartition(".")[0]
+        read = [name for name, _ in view.reads] if isinstance(view, InBasis) and view.reads else [own]
+        return any(".mlp." in name or name.endswith(".hook_mlp_out") for name in read)
 
 
 def _followed(begin: Tensor, known: Mapping[int, Sequence[tuple[Tensor, Tensor, Tensor]]]) -> Float[Tensor, " node"]:

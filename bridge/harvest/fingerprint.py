@@ -131,7 +131,7 @@ def _of_basis(hook: HookPoint) -> str:
             f"{hook.name} is made of functions, which nobody can tell from others when the harvest goes on: give "
             "add_basis a torch module, or remove_basis it"
         )
-    what = f"{hook.name} {type(hook.view.basis).__name__} {hook.view.reads and hook.view.reads[0]}"
+    what = f"{hook.name} {type(hook.view.basis).__name__} {hook.view.reads[0][0] if hook.view.reads else None}"
     total = xxhash.xxh3_128(what.encode())
     if isinstance(error, Tensor):
         add_tensor(total, error)

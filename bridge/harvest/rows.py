@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from adapters.views.basis import InBasis, dense
+from bridge.bases.bases import read_by
 from bridge.bridge import TransformerBridge
 from bridge.harvest.fingerprint import HarvestError, of_model
 from bridge.harvest.options import ChosenRows, HarvestOptions, TopPositions, choose
@@ -581,10 +582,7 @@ class RowMaker:
         Raises:
             HarvestError: it does not, so that a row would depend on which others are in its batch.
         """
-        read: dict[str, str] = {}
-        for hook in self._hooks:
-            if isinstance(view := hook.view, InBasis):
-                read[hook.name] = hook.name.rpartition(".")[0] if view.reads is None else view.reads[0]
+        read = {hook.name: of for hook, of in read_by(self._hooks).items()}
         if not read:
             return
         found: dict[str, Tensor] = {}

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
+import math
+import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
@@ -13,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from bridge.hooks.arguments import check_positive
 from bridge.pictures.pictures import Picture, finished, rows_chart
 from bridge.pictures.style import (
     checked,
@@ -47,9 +52,10 @@ class GraphDrawing:
         labels, names: of each node what is written on it, and what tells it from all others.
         places: of each node its column and its row.
         paths: of each pair the stops after its sender.
-        rows: how high the graph is.
-        bands: the rows of tokens, at the left.
+        bands: tokens, each with the middle of its rows and how many these are.
         negative_supports: blue is negative, and orange positive; otherwise the other way round.
+        sizes: how large all that is.
+        strongest_path: its nodes.
     """
 
     pairs: Sequence[tuple[int, int]]
@@ -58,30 +64,16 @@ class GraphDrawing:
     names: Sequence[str]
     places: Sequence[tuple[int, float]]
     paths: Sequence[Sequence[tuple[int, float]]]
-    rows: float
-    bands: Sequence[tuple[str, float]]
+    bands: Sequence[tuple[str, float, float]]
     negative_supports: bool
+    sizes: GraphSizes
+    strongest_path: Sequence[int]
 
     @property
     def hue(self) -> Any:
         """The colour of what shows a score ``datum.v``."""
         orange = "datum.v > 0" if self.negative_supports else "datum.v < 0"
         return alt.condition(orange, alt.value(colour("accent")), alt.value(colour("line")))
-
-    @property
-    def box(self) -> int:
-        """The width of a node's box in pixels."""
-        return max(46, width_of(self.labels))
-
-    @property
-    def columns(self) -> int:
-        """How many columns there are."""
-        return 1 + max(column for column, _ in self.places)
-
-    @property
-    def gap(self) -> int:
-        """The pixels from one column to the next."""
-        return max(self.box + 40, min(150, 760 // self.columns))
 
     def near(self, line: int) -> list[int]:
         """The nodes whose edge a line is: its ends, and what is joined with them."""
@@ -99,10 +91,9 @@ class GraphDrawing:
         Args:
             measure: what a score is.
         """
-        margin = (width_of([token for token, _ in self.bands]) + 6) / self.gap if self.bands else 0.0
-        left, right = -0.5 - margin, self.columns - 0.5
-        across = alt.Scale(domain=[left, right], nice=False)
-        down = alt.Scale(domain=[-self.rows / 2 - 0.1, self.rows / 2 + 0.1], nice=False, reverse=True)
+        sizes = self.sizes
+        across = alt.Scale(domain=[0, sizes.width], nice=False)
+        down = alt.Scale(domain=[0, sizes.height], nice=False, reverse=True)
 
         def x(name: str) -> alt.X:
             return alt.X(f"{name}:Q", axis=None, scale=across)
@@ -111,56 +102,82 @@ class GraphDrawing:
             return alt.Y(f"{name}:Q", axis=None, scale=down)
 
         layers = [self._joined(x("x"), y("y")), self._lines(x("x"), y("y"), measure)]
-        base = rows_chart([self._node(i) for i in range(len(self.labels))]).transform_filter("datum.m >= least")
+        base = _inline([self._node(i) for i in range(len(self.labels))]).transform_filter("datum.m >= least")
         picked = alt.selection_point(name="picked", fields=["i"], on="click", toggle=False)
-        width = alt.condition(f"{PICKED} === datum.i", alt.value(3), alt.value(1.2))
+        zoom = alt.selection_interval(name="zoom", bind="scales", zoom="wheel![event.ctrlKey || event.metaKey]")
+        width = alt.condition(f"{PICKED} === datum.i", alt.value(3), alt.StrokeWidth("w:Q", scale=None))
         layers.append(
             base.mark_rect(fill=colour("ground"), stroke=colour("ink"), cornerRadius=4, cursor="pointer")
             .encode(x=x("x0"), x2="x1:Q", y=y("y0"), y2="y1:Q", strokeWidth=width)
-            .add_params(picked)
+            .add_params(picked, zoom)
         )
+        written: dict[str, Any] = {"fontSize": sizes.font, "color": colour("ink")}
         layers.append(
-            base.mark_text(fontSize=11, color=colour("ink"), limit=self.box - 4, cursor="pointer").encode(
+            base.mark_text(limit=sizes.box[0] - 3, cursor="pointer", **written).encode(
                 x=x("x"), y=y("y"), text="n:N", tooltip=alt.Tooltip("t:N", title="node")
             )
         )
         if self.bands:
-            bands = [{"t": token, "x": left, "y": round(row, 3)} for token, row in self.bands]
-            words = rows_chart(bands).mark_text(fontSize=11, color=colour("ink"), align="left", fontStyle="italic")
+            first = 8 if sizes.down else 0
+            places = [(token, *self._at(-1, row)) for token, row, _ in self.bands]
+            bands = [
+                {"t": t, "x": px if sizes.down else first, "y": first if sizes.down else py} for t, px, py in places
+            ]
+            room = min(rows for *_, rows in self.bands) * sizes.across if sizes.down else sizes.margin - 4
+            align: Literal["left", "center"] = "center" if sizes.down else "left"
+            words = _inline(bands).mark_text(align=align, fontStyle="italic", limit=room, **written)
             layers.insert(0, words.encode(x=x("x"), y=y("y"), text="t:N"))
-        return alt.layer(*layers).properties(
-            width=round(self.gap * (right - left)), height=max(60, round(44 * (self.rows + 0.2)))
-        )
+        return alt.layer(*layers).properties(width=round(sizes.width), height=round(sizes.height))
+
+    def _at(self, column: float, row: float) -> tuple[float, float]:
+        """A place in pixels."""
+        sizes = self.sizes
+        along = sizes.margin + (column + 0.5) * sizes.along
+        beside = row * sizes.across + (sizes.width if sizes.down else sizes.height) / 2
+        return (beside, along) if sizes.down else (along, beside)
 
     def _node(self, i: int) -> dict[str, Any]:
-        px, py = self.places[i]
-        half = self.box / self.gap / 2
-        corners = {"x0": px - half, "x1": px + half, "y0": py - 0.32, "y1": py + 0.32}
-        told = {"i": i, "m": self.strongest(i), "n": self.labels[i], "t": self.names[i], "x": px, "y": round(py, 3)}
-        return told | {name: round(value, 3) for name, value in corners.items()}
+        (px, py), (wide, high) = self._at(*self.places[i]), self.sizes.box
+        corners = {"x0": px - wide / 2, "x1": px + wide / 2, "y0": py - high / 2, "y1": py + high / 2}
+        told = {"i": i, "m": self.strongest(i), "n": self.labels[i], "t": self.names[i], "x": px, "y": py}
+        told["w"] = 2.2 if i in self.strongest_path else 1.0
+        return told | {name: round(value, 1) for name, value in corners.items()}
 
     def _points(self, lines: Iterable[int]) -> list[dict[str, Any]]:
-        half = self.box / self.gap / 2
-        return [
-            {"e": e, "o": o, "x": round(px, 3), "y": round(py, 3), "m": min(map(self.strongest, self.pairs[e]))}
-            for e in lines
-            for o, (px, py) in enumerate(_line(self.places[self.pairs[e][0]], self.paths[e], half))
-        ]
+        sizes = self.sizes
+        half = sizes.box[sizes.down] / sizes.along / 2
+        found = []
+        for e in lines:
+            stops = _line(self.places[self.pairs[e][0]], self.paths[e], half)
+            least = min(map(self.strongest, self.pairs[e]))
+            for o, (px, py) in enumerate(self._at(*stop) for stop in stops):
+                found.append({"e": e, "o": o, "x": round(px, 1), "y": round(py, 1), "m": least})
+        return found
 
     def _joined(self, x: alt.X, y: alt.Y) -> alt.Chart:
         return (
-            rows_chart(self._points(range(len(self.scores), len(self.pairs))))
+            _inline(self._points(range(len(self.scores), len(self.pairs))))
             .transform_filter("datum.m >= least")
-            .mark_line(interpolate="basis", strokeWidth=1.5, strokeDash=[2, 3], color=colour("ink"), strokeOpacity=0.6)
+            .mark_line(
+                interpolate="basis",
+                strokeWidth=1.5,
+                strokeDash=[2, 3],
+                color=colour("ink"),
+                strokeOpacity=0.6,
+            )
             .encode(x=x, y=y, detail="e:N", order="o:Q")
         )
 
     def _lines(self, x: alt.X, y: alt.Y, measure: str) -> alt.Chart:
         other = f"{SOME_PICKED} && indexof(datum.near, {PICKED}) < 0"
         largest = max(map(abs, self.scores)) or 1.0
-        edges = alt.LookupData(alt.Data(values=self.edges()), "e", ["s", "r", "v", "near"])  # type: ignore[arg-type]
+        edges = alt.LookupData(_inline(self.edges()).data, "e", ["s", "r", "v", "near"])
+        weakest_first = sorted(range(len(self.scores)), key=lambda e: abs(self.scores[e]))
+        weight = alt.StrokeOpacity(
+            "size:Q", scale=alt.Scale(type="sqrt", domain=[0, largest], range=[0.3, 0.95]), legend=None
+        )
         return (
-            rows_chart(self._points(range(len(self.scores))))
+            _inline(self._points(weakest_first))
             .transform_lookup("e", from_=edges)
             .transform_calculate(size="abs(datum.v)")
             .transform_filter("datum.size >= least")
@@ -171,9 +188,9 @@ class GraphDrawing:
                 detail="e:N",
                 order="o:Q",
                 color=self.hue,
-                strokeOpacity=alt.condition(other, alt.value(0.12), alt.value(0.85)),
+                strokeOpacity=alt.condition(other, alt.value(0.08), weight),
                 strokeWidth=alt.StrokeWidth(
-                    "size:Q", scale=alt.Scale(domain=[0, largest], range=[0.8, 9]), legend=None
+                    "size:Q", scale=alt.Scale(domain=[0, largest], range=[0.6, 0.7 * self.sizes.font]), legend=None
                 ),
                 tooltip=[
                     alt.Tooltip("s:N", title="from"),
@@ -189,6 +206,122 @@ class GraphDrawing:
             {"e": e, "s": self.names[s], "r": self.names[r], "v": self.scores[e], "near": self.near(e)}
             for e, (s, r) in enumerate(self.pairs[: len(self.scores)])
         ]
+
+    @property
+    def opens_at(self) -> list[float]:
+        """Where the largest edge of the strongest path is, as shares of width and height."""
+        on_path = [e for e, pair in enumerate(self.pairs[: len(self.scores)]) if {*pair} <= {*self.strongest_path}]
+        ends = self.pairs[max(on_path, key=lambda e: abs(self.scores[e]))]
+        (x, y), (there, below) = (self._at(*self.places[end]) for end in ends)
+        return [(x + there) / 2 / self.sizes.width, (y + below) / 2 / self.sizes.height]
+
+
+def _inline(rows: list[Any]) -> alt.Chart:
+    """A chart of rows of values that Altair need not look at one by one: they are one text."""
+    said = json.dumps(rows, separators=(",", ":"))
+    return alt.Chart(alt.InlineData(values=said, format=alt.DataFormat(type="json")))
+
+
+def strongest_path(pairs: Sequence[tuple[int, int]], scores: Sequence[float], order: Sequence[int]) -> list[int]:
+    """The way from where nothing is received to where nothing is sent whose weakest edge is the strongest.
+
+    Args:
+        pairs: sender and receiver; those behind the scores are joined, as strong as any.
+        scores: of the first pairs.
+        order: the nodes, each behind all that send to it.
+
+    Example:
+        >>> from bridge.pictures.graphs import strongest_path
+        >>> strongest_path([(0, 1), (1, 3), (0, 2), (2, 3)], [5.0, 0.1, 1.0, -2.0], [0, 1, 2, 3])
+        [0, 2, 3]
+    """
+    arriving: dict[int, list[tuple[float, int]]] = {}
+    for at, (sender, receiver) in enumerate(pairs):
+        arriving.setdefault(receiver, []).append((abs(scores[at]) if at < len(scores) else float("inf"), sender))
+    best: dict[int, tuple[float, float, list[int]]] = {}
+    for node in order:
+        ways = [
+            (min(size, best[sender][0]), min(size, 1e300) + best[sender][1], [*best[sender][2], node])
+            for size, sender in arriving.get(node, ())
+        ]
+        best[node] = max(ways, default=(float("inf"), 0.0, [node]), key=lambda way: way[:2])
+    sending = {sender for sender, _ in pairs}
+    return max((best[node] for node in order if node not in sending), key=lambda way: way[:2])[2]
+
+
+@dataclass(frozen=True)
+class GraphSizes:
+    """How large a graph is drawn, in pixels.
+
+    Attributes:
+        down: columns are lines, one under the other, and rows go across.
+        along: from one column to the next.
+        across: from one row to the next.
+        box: a node's width and height.
+        font: of what is written on nodes.
+        margin: what is left free before the first column, for tokens.
+        width, height: of the whole.
+    """
+
+    down: bool
+    along: float
+    across: float
+    box: tuple[float, float]
+    font: int
+    margin: float
+    width: float
+    height: float
+
+
+#: A graph that would be wider from left to right goes from top to bottom, as wide as a page.
+_WIDEST, _PAGE = 1500, 720
+#: What is left free around a picture.
+_AROUND = 10
+#: Of what is written on nodes, at least.
+_SMALLEST_FONT = 7
+
+
+def fitted(
+    edges: Sequence[tuple[str, str]],
+    columns: Mapping[str, int],
+    bands: Mapping[str, int] | None,
+    labels: Sequence[str],
+    tokens: Sequence[str],
+    width: int | None,
+) -> tuple[GraphLayout, GraphSizes]:
+    """Where nodes and lines stand, and how large they are: from left to right; where it is narrow, from top to bottom.
+
+    Args:
+        edges, columns, bands: as for `layout`.
+        labels: what is written on nodes.
+        tokens: what is written at bands.
+        width: how wide it may be; None: as it needs, up to a page from top to bottom.
+
+    Raises:
+        ValueError: as `layout`; the width is too small for what is written on nodes.
+    """
+    box, beside = max(46, width_of(labels)), width_of(tokens) + 6 if tokens else 0
+    flat = layout(edges, columns, bands)
+    if width is None and beside + flat.n_columns * (box + 14) > _WIDEST - _AROUND:
+        width = _PAGE
+    for font in range(11, _SMALLEST_FONT - 1, -1):  # fewer nodes in a line first, then smaller letters
+        small, margin = box * font / 11, beside * font / 11
+        gap = float(max(box + 40, min(150, 760 // flat.n_columns)))
+        inside = (_WIDEST if width is None else width) - _AROUND
+        gap = min(gap, (inside - margin) / flat.n_columns)
+        if gap >= small + 10:
+            high, whole = 4 * font * (flat.n_rows + 0.2), margin + gap * flat.n_columns
+            return flat, GraphSizes(False, gap, 4 * font, (small, 2.5 * font), font, margin, whole, max(60, high))
+        assert width is not None
+        rows = (inside - _AROUND) / (small + 6)  # lines at the edge have a width of their own
+        deep = layout(edges, columns, bands, room=rows)
+        if deep.n_rows <= rows:
+            along, margin = 2 * font + 12, 22 if tokens else 0
+            across = min((inside - _AROUND) / deep.n_rows, 1.5 * small + 9)
+            whole = margin + along * deep.n_columns
+            return deep, GraphSizes(True, along, across, (small, 2 * font - 2), font, margin, inside, whole)
+    least = min(deep.n_rows * (small + 6) + 2 * _AROUND, margin + (small + 10) * flat.n_columns + _AROUND)
+    raise ValueError(f"width is {width}; what is written on these nodes needs {math.ceil(least)} or more")
 
 
 def _line(start: tuple[int, float], stops: Sequence[tuple[int, float]], half: float) -> Sequence[tuple[float, float]]:
@@ -274,7 +407,10 @@ def columns_of(edges: Sequence[tuple[str, str]]) -> dict[str, int]:
 
 
 def layout(
-    edges: Sequence[tuple[str, str]], columns: Mapping[str, int], bands: Mapping[str, int] | None = None
+    edges: Sequence[tuple[str, str]],
+    columns: Mapping[str, int],
+    bands: Mapping[str, int] | None = None,
+    room: float | None = None,
 ) -> GraphLayout:
     """Rows for the nodes, and the stops of each edge.
 
@@ -282,6 +418,7 @@ def layout(
         edges: sender and receiver of each.
         columns: the column of each node.
         bands: the band of each node: bands lie one under the other, in the order of their numbers; None: all in one.
+        room: how many rows there may be, if that can be: a column with more nodes becomes several. None: any number.
 
     Raises:
         ValueError: a node without a column or a band, or a receiver that does not stand to the right of its sender.
@@ -294,29 +431,37 @@ def layout(
     """
     for edge in edges:
         _check(edge, columns, bands)
-    shown = sorted({columns[node] for edge in edges for node in edge})
-    index = {column: i for i, column in enumerate(shown)}  # columns without a node take no room
     nodes = dict.fromkeys(name for edge in edges for name in edge)
-    band: dict[_Stop, int] = {node: 0 if bands is None else bands[node] for node in nodes}
-    used = sorted(set(band.values()))
-    chains = [_chain(i, edge, {node: index[columns[node]] for node in edge}) for i, edge in enumerate(edges)]
-    for chain in chains:
-        band |= _bands_between(chain, band, used)
-    members: dict[int, list[_Stop]] = {i: [] for i in range(len(shown))}
-    for column, stop in [(index[columns[node]], node) for node in nodes] + [p for chain in chains for p in chain[1:-1]]:
-        members[column].append(stop)
-    heights = {
-        each: max(sum(_height(stop) for stop in stops if band[stop] == each) for stops in members.values())
-        for each in used
-    }
-    total = sum(heights.values()) + _BETWEEN_BANDS * (len(used) - 1)
+    own: dict[_Stop, int] = {node: 0 if bands is None else bands[node] for node in nodes}
+    used = sorted(set(own.values()))
+    together: dict[tuple[int, int], list[str]] = {}
+    for node in nodes:
+        together.setdefault((columns[node], own[node]), []).append(node)
+    for most in range(max(map(len, together.values())), 0, -1):
+        parts = {node: (at[0], i // most) for at, there in together.items() for i, node in enumerate(there)}
+        index = {part: i for i, part in enumerate(sorted(set(parts.values())))}  # columns without a node take no room
+        chains = [_chain(i, edge, {node: index[parts[node]] for node in edge}) for i, edge in enumerate(edges)]
+        band = own.copy()
+        for chain in chains:
+            band |= _bands_between(chain, band, used)
+        members: dict[int, list[_Stop]] = {i: [] for i in range(len(index))}
+        for column, stop in [(index[parts[node]], node) for node in nodes] + [p for c in chains for p in c[1:-1]]:
+            members[column].append(stop)
+        high = _heights(members, band, room is not None)
+        heights = {
+            each: max(sum(high[stop] for stop in stops if band[stop] == each) for stops in members.values())
+            for each in used
+        }
+        total = sum(heights.values()) + _BETWEEN_BANDS * (len(used) - 1)
+        if room is None or total <= room:
+            break
     starts = itertools.accumulate((heights[each] + _BETWEEN_BANDS for each in used), initial=0.0)
     middle = {each: start + heights[each] / 2 - total / 2 for each, start in zip(used, starts, strict=False)}
-    row = _ordered(members, chains, lambda stops: _rows(stops, band, middle))
+    row = _ordered(members, chains, lambda stops: _rows(stops, band, middle, high))
     return GraphLayout(
         nodes={stop: (c, row[stop]) for c, stops in members.items() for stop in stops if isinstance(stop, str)},
         paths=[[(c, row[stop]) for c, stop in chain[1:]] for chain in chains],
-        n_columns=len(shown),
+        n_columns=len(index),
         n_rows=total,
         bands={each: (middle[each], heights[each]) for each in used},
     )
@@ -381,20 +526,28 @@ def _check(edge: tuple[str, str], columns: Mapping[str, int], bands: Mapping[str
         )
 
 
-def _height(stop: _Stop) -> float:
-    """A line that passes takes less room than a node."""
-    return 1.0 if isinstance(stop, str) else 0.4
+def _heights(members: Mapping[int, list[_Stop]], band: Mapping[_Stop, int], narrow: bool) -> dict[_Stop, float]:
+    """A line that passes takes less room than a node, and many lines next to each other no more than some nodes."""
+    line, all_lines = (0.15, 1.2) if narrow else (0.4, 3.0)
+    high: dict[_Stop, float] = {}
+    for stops in members.values():
+        passing = Counter(band[stop] for stop in stops if not isinstance(stop, str))
+        for stop in stops:
+            high[stop] = 1.0 if isinstance(stop, str) else min(line, all_lines / passing[band[stop]])
+    return high
 
 
-def _rows(stops: Sequence[_Stop], band: Mapping[_Stop, int], middle: Mapping[int, float]) -> dict[_Stop, float]:
+def _rows(
+    stops: Sequence[_Stop], band: Mapping[_Stop, int], middle: Mapping[int, float], high: Mapping[_Stop, float]
+) -> dict[_Stop, float]:
     """The stops of a column, those of a band one under the other around its middle."""
     rows = {}
     for each in middle:
         there = [stop for stop in stops if band[stop] == each]
-        at = middle[each] - sum(map(_height, there)) / 2
+        at = middle[each] - sum(high[stop] for stop in there) / 2
         for stop in there:
-            rows[stop] = at + _height(stop) / 2
-            at += _height(stop)
+            rows[stop] = at + high[stop] / 2
+            at += high[stop]
     return rows
 
 
@@ -442,7 +595,9 @@ def _sentence(
     base = rows_chart(said, width=600, height=34).transform_filter(f"datum.i === {shown}")
     return alt.layer(
         base.mark_text(align="left", x=0, y=8, fontSize=11, color=colour("ink")).encode(
-            text=alt.value("Click a node to see its edges here:")
+            text=alt.value(
+                "Click a node to see its edges here; Ctrl and the mouse wheel zoom the graph, dragging moves it:"
+            )
         ),
         base.mark_text(align="left", x=0, y=26, fontSize=12, fontWeight=600, color=colour("ink")).encode(text="t:N"),
     )
@@ -549,12 +704,14 @@ def circuit(
     metric: str = "metric",
     measure: str = "score",
     title: str = "Circuit",
+    width: int | None = None,
 ) -> Picture:
     """A circuit as a graph, from left to right: a line for each edge, the thicker the larger its score.
 
-    Blue is positive, orange negative, and dotted lines join what belongs together. Hovering over a line says from where
-    to where it goes. In HTML, a slider hides edges with smaller scores, and the nodes that have no others; a click on a
-    node shows its edges, its direct effect and what it attends to.
+    Where that has no room, it goes from top to bottom. Blue is positive, orange negative, dotted lines join what
+    belongs together, and thick boxes are the path whose weakest edge is the strongest. Hovering over a line says from
+    where to where it goes. In HTML, a slider hides edges with smaller scores, and the nodes that have no others; a
+    click on a node shows its edges, its direct effect and what it attends to; with Ctrl, the mouse wheel zooms.
 
     Args:
         edges: for each, the sender's name, the receiver's name and a score.
@@ -566,10 +723,12 @@ def circuit(
         metric: what the scores are about, such as ``"logit difference"``.
         measure: what a score is.
         title: over the picture.
+        width: in pixels: 720 is a page, 340 a paper's column. None: as wide as it needs, up to 1,500, or else a page.
 
     Raises:
         ValueError: no edges, one that is given twice, a score that is not finite, senders and receivers in a circle,
-            columns that do not go from left to right, a node of `nodes` that has no edge, or no tokens for positions.
+            columns that do not go from left to right, a node of `nodes` that has no edge, no tokens for positions, or
+            a width that is too small for what is written on the nodes.
         TypeError: an edge that is not two names and a number.
 
     Example:
@@ -586,14 +745,21 @@ def circuit(
     _check_nodes(known, {name for pair in pairs for name in pair}, len(words))
     columns = {name: node.column for name, node in known.items() if node.column is not None}
     positions = {name: node.position for name, node in known.items() if node.position is not None}
-    found = layout(pairs, columns or columns_of(pairs), positions or None)
-    sizes = [score or 0.0 for score in compact(scores)]
-    largest = max(map(abs, sizes)) or 1.0
+    if width is not None:
+        check_positive("width", width)
+    strengths = [score or 0.0 for score in compact(scores)]
+    largest = max(map(abs, strengths)) or 1.0
+    label = {name: known.get(name, CircuitNode()).label or visible(name) for pair in pairs for name in pair}
+    shown = [words[at] for at in sorted(set(positions.values()))]
+    found, sizes = fitted(pairs, columns or columns_of(pairs), positions or None, [*label.values()], shown, width)
     names = [*found.nodes]
-    labels = [known.get(name, CircuitNode()).label or visible(name) for name in names]
+    labels = [label[name] for name in names]
+    numbered = {name: at for at, name in enumerate(names)}
+    numbers = [(numbered[sender], numbered[receiver]) for sender, receiver in pairs]
+    order = sorted(range(len(names)), key=lambda at: found.nodes[names[at]][0])
     graph = GraphDrawing(
-        pairs=[(names.index(sender), names.index(receiver)) for sender, receiver in pairs],
-        scores=sizes,
+        pairs=numbers,
+        scores=strengths,
         labels=labels,
         names=[
             f"{label} [{positions[name]}]" if name in positions else label
@@ -601,14 +767,21 @@ def circuit(
         ],
         places=[found.nodes[name] for name in names],
         paths=found.paths,
-        rows=found.n_rows,
-        bands=[(words[at], middle) for at, (middle, _) in found.bands.items()] if positions else [],
+        bands=[(words[at], *place) for at, place in found.bands.items()] if positions else [],
         negative_supports=supports == "negative",
+        sizes=sizes,
+        strongest_path=strongest_path(numbers, strengths, order),
     )
-    legend = [_legend(supports, metric, measure, largest)]
+    legend = [f"{_legend(supports, metric, measure, largest)}; thick boxes: the strongest path"]
     if len(pairs) > len(given):
-        legend.append("dotted: the inputs of one head; from left to right: the layers")
-    drawn = graph.drawn(measure).properties(title=alt.Title(title, subtitle=legend))
+        way = "top to bottom" if sizes.down else "left to right"
+        legend.append(f"dotted: the inputs of one head; from {way}: the layers")
+    letters = max(20, round(sizes.width / 6.2))
+    heading = alt.Title(
+        textwrap.wrap(title, round(letters * 0.7)),
+        subtitle=[line for some in legend for line in textwrap.wrap(some, letters)],
+    )
+    drawn = graph.drawn(measure).properties(title=heading)
     effects = {names.index(name): node.effect for name, node in known.items() if node.effect is not None}
     patterns = {
         names.index(name): checked(node.pattern, "a pattern")
@@ -616,7 +789,8 @@ def circuit(
         if node.pattern is not None
     }
     below = details(graph, effects, patterns, words, metric, measure)
-    chart = alt.vconcat(drawn, below, spacing=14).properties(config=configuration(), usermeta={"details": True})
+    usermeta = {"details": True, "open": [round(share, 3) for share in graph.opens_at]}
+    chart = alt.vconcat(drawn, below, spacing=14).properties(config=configuration(), usermeta=usermeta)
     return Picture(chart.add_params(dark_parameter(), _slider(largest)), title)
 
 

@@ -118,7 +118,7 @@ class Picture:
         found: dict[str, Any] = copy.deepcopy(self.chart.to_dict())
         heading = found.get("title") or found.get("vconcat", [{}])[0].get("title")
         below = heading.get("subtitle", []) if isinstance(heading, dict) else []
-        found["description"] = ". ".join([self.title, *([below] if isinstance(below, str) else below)])
+        found["description"] = ". ".join([self.title, below if isinstance(below, str) else " ".join(below)])
         for parameter in found["params"]:
             if parameter["name"] == "dark":
                 parameter["value"] = dark
@@ -165,6 +165,7 @@ class Picture:
         if found.get("usermeta", {}).get("details"):
             found |= found.pop("vconcat")[0]
             found.pop("spacing", None)
+            found["params"] = [one for one in found["params"] if one["name"] != "zoom"]  # what moves is clipped: slow
         return found
 
     def save(

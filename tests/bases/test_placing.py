@@ -14,6 +14,60 @@ TOKENS = torch.tensor([[5, 17, 2, 30, 11, 44]])
 
 
 @torch.no_grad()
+def test_features_of_several_points_are_what_all_of_them_say() -> None:
+    """A crosscoder: shown, edited, traced, lowered, generated with and differentiated as by hand."""
+    bridge, numbers = TransformerBridge(tiny("gpt2")), torch.Generator().manual_seed(1)
+    read = ["blocks.0.hook_resid_mid", "blocks.0.hook_resid_post", "blocks.1.hook_resid_mid"]
+    sizes = ((40, 3, 32), (40,), (40, 1, 32), (32,))
+    basis = CrossLayer(*(torch.randn(size, generator=numbers) / 6 for size in sizes))
+    name = bridge.add_basis("blocks.1.hook_mlp_out", "cc", basis, reads=read).name
+    _, cache = bridge.run_with_cache(TOKENS, names_filter=[*read, name, "blocks.1.hook_mlp_out"])
+    streams = torch.stack([cache[one] for one in read], 2)
+    right = (torch.einsum("bprd,frd->bpf", streams, basis.W_enc) + basis.b_enc).relu()
+    assert torch.allclose(cache[name], right, atol=1e-6) and (right > 0).any() and (right == 0).any()
+    error = bridge.basis_error(cache, name)
+    assert torch.allclose(error + basis.decode(right), cache["blocks.1.hook_mlp_out"], atol=1e-5)
+
+    def halved(act: torch.Tensor, hook: object = None) -> torch.Tensor:
+        return act / 2
+
+    def by_hand(act: torch.Tensor, hook: object) -> torch.Tensor:
+        return act - basis.decode(right) + basis.decode(right / 2)
+
+    wanted = bridge.run_with_hooks(TOKENS, fwd_hooks=[("blocks.1.hook_mlp_out", by_hand)])
+    found = bridge.run_with_hooks(TOKENS, fwd_hooks=[(name, halved)])
+    assert torch.allclose(found, wanted, atol=1e-5) and not torch.allclose(found, bridge(TOKENS), atol=1e-3)
+    assert torch.equal(bridge.program(interventions=[(name, halved)])(TOKENS)["logits"], found)
+    with bridge.trace(TOKENS) as run:
+        run[name][...] *= 0.5
+    assert torch.equal(run.logits, found)
+    with bridge.hooks(fwd_hooks=[(name, halved)]):
+        made = bridge.generate(TOKENS, max_new_tokens=3, do_sample=False, verbose=False)
+        assert torch.equal(made[:, :-1], torch.cat([TOKENS, bridge(made[:, :-1]).argmax(-1)[:, 5:-1]], 1))
+    with torch.enable_grad():  # all that is read counts
+        gradients: dict[str, torch.Tensor] = {}
+        hooks = [(one, lambda grad, hook: gradients.__setitem__(hook.name, grad)) for one in read]
+        with bridge.hooks(fwd_hooks=[(name, halved)], bwd_hooks=hooks):
+            bridge(TOKENS)[0, -1, 3].backward()
+    assert len(gradients) == 3
+    for refused in (
+        lambda: generic_activation_patch(
+            bridge, TOKENS, cache, lambda logits: logits[0, -1, 0], layer_feature_patch_setter, "mlp_out.cc",
+            index_axis_names=["layer", "feature"], verbose=False,
+        ),
+        lambda: next(bridge.generate_batch([[5, 17]], max_new_tokens=1, capture=[name], verbose=False)),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"blocks\.1\.hook_mlp_out\.cc is of several points"):
+            refused()
+    bridge.remove_basis(name)
+    with pytest.raises(ValueError, match=r"blocks\.1\.hook_resid_post does not come before blocks\.1\.hook_mlp_out"):
+        bridge.add_basis("blocks.1.hook_mlp_out", "cc", basis, reads=[*read, "blocks.1.hook_resid_post"])
+    for wrong in ([read[0], read[0]], [read[0], "blocks.0.attn.hook_z"]):
+        with pytest.raises(ValueError, match="several points are different, with like axes"):
+            bridge.add_basis("blocks.1.hook_mlp_out", "cc", basis, reads=wrong)
+
+
+@torch.no_grad()
 def test_an_error_is_left_out_or_is_another_runs() -> None:
     bridge, other = TransformerBridge(tiny("gpt2")), torch.tensor([[8, 3, 50, 12, 7, 21]])
     sae = SAE(32, 40)

@@ -209,6 +209,7 @@ def test_mean_of_batches(gpt2, graph, clean, corrupted):
     metric = lambda logits: logits[:, -1, 3].mean()
     rows = [edge_attribution(gpt2, clean[i : i + 1], corrupted[i : i + 1], metric) for i in range(2)]
     torch.testing.assert_close(mean_scores(rows).values, edge_attribution(gpt2, clean, corrupted, metric).values)
+    assert torch.equal(mean_scores(iter(rows)).values, mean_scores(rows).values)
     weighted = mean_scores(rows, [3, 1]).values
     torch.testing.assert_close(weighted, 0.75 * rows[0].values + 0.25 * rows[1].values)
     with pytest.raises(ValueError, match="2 scores and 1 weights"):

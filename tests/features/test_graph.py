@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from bridge import TransformerBridge, pictures
 from bridge.bases import CrossLayer
-from bridge.features import AttributionGraph, Node, attribution_graph, score_terms
+from bridge.features import AttributionGraph, Node, attribution_graph, head_loadings, score_terms
+from bridge.hooks.hooks import HookPoint
 from tests.bases.common import SAE
 from tests.reference import DATA
 from tests.tiny_models import tiny_model
@@ -80,6 +81,10 @@ def test_circuit_tracer_finds_the_same_graph(family: str, kind: str) -> None:
     mine = [at[order[i]] for i in kept]
     assert torch.allclose(graph.adjacency[mine][:, mine], right[kept][:, kept], rtol=0, atol=1e-5)
     assert right.abs().max() > 1
+    few = attribution_graph(bridge, tokens, points, logits=torch.tensor([7, 9, 11]), without_positions=[0], limit=15)
+    mine, theirs = zip(*[(i, order.index(node)) for i, node in enumerate(few.nodes) if node in order], strict=True)
+    assert len(mine) > 10
+    assert torch.allclose(few.adjacency[list(mine)][:, mine], right[list(theirs)][:, theirs], rtol=0, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -352,6 +357,33 @@ def test_a_limit_keeps_the_most_influential(kind: str, limit: int, request: pyte
     assert "dropped" not in {name for edge in graph.largest(limit) for name in edge[:2]}
 
 
+@pytest.mark.parametrize("limit", [None, 40])
+def test_a_graph_in_a_file_is_the_same(
+    limit: int | None, placed_deep: tuple[TransformerBridge, list[str], AttributionGraph], tmp_path: Path
+) -> None:
+    bridge, points, _ = placed_deep
+    graph = attribution_graph(bridge, TOKENS, points, limit=limit)
+    path = tmp_path / "rows"
+    first = attribution_graph(bridge, TOKENS, points, limit=5, file=path)
+    there = attribution_graph(bridge, TOKENS, points, limit=limit, file=path)  # in the place of the first
+    assert len(first.nodes) < len(there.nodes) == len(graph.nodes) and len(first.adjacency) == len(first.nodes)
+    assert path.stat().st_size == 4 * len(graph.nodes) ** 2
+    for name in ("adjacency", "values", "probabilities", "received"):
+        assert torch.equal(getattr(there, name), getattr(graph, name))
+    written = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.float32)
+    assert torch.equal(written.view(graph.adjacency.shape), graph.adjacency)
+    assert torch.equal(there.influence(), graph.influence()) and there.largest(30) == graph.largest(30)
+
+
+def test_influence_and_edges_do_not_depend_on_how_many_rows_are_looked_at(
+    placed_deep: tuple[TransformerBridge, list[str], AttributionGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = placed_deep[2]
+    influence, edges = graph.influence(), graph.largest(200)
+    monkeypatch.setattr("bridge.features.graph._ROWS", 7)
+    assert torch.allclose(graph.influence(), influence, rtol=1e-6, atol=0) and graph.largest(200) == edges
+
+
 def test_a_limit_that_all_fit_in_changes_nothing(placed: tuple[TransformerBridge, list[str], AttributionGraph]) -> None:
     bridge, points, whole = placed
     graph = attribution_graph(bridge, TOKENS, points, limit=len(whole.nodes))
@@ -459,6 +491,116 @@ def test_terms_of_a_score_add_up_and_are_what_interventions_do(family: str) -> N
     assert seen > 4
 
 
+def moved_through(
+    bridge: TransformerBridge, receiver: Node, sender: Node, points: list[str], heads: list[tuple[int, int]]
+) -> list[float]:
+    """By how much a receiver moves if a sender is twice as strong, and only one head puts out what it then would.
+
+    The last number is that of no head: all put out what they did.
+    """
+    names = [f"blocks.{layer}.attn.hook_z" for layer in range(bridge.cfg.n_layers)]
+    cap = bridge.cfg.output_logits_soft_cap
+
+    def run(*hooks: tuple[str, object]) -> tuple[float, dict[str, Tensor]]:
+        with bridge.hooks(fwd_hooks=list(hooks)):
+            logits, cache = bridge.run_with_cache(TOKENS, names_filter=[*names, *points])
+        if receiver.kind == "feature":
+            return float(cache[receiver.point][0, receiver.pos, receiver.index]), cache
+        logits = cap * (logits / cap).atanh() if cap > 0 else logits
+        return float(logits[0, -1, receiver.index] - logits[0, -1].mean()), cache
+
+    def twice(act: Tensor, hook: object) -> Tensor:
+        act[(0, sender.pos, *([] if sender.kind == "token" else [sender.index]))] *= 2
+        return act
+
+    with bridge.linearised(TOKENS, freeze=("pattern", "ln_scale", "mlp_out")):
+        stood, before = run()
+        _, after = run((sender.point, twice))
+        found = []
+        for layer, head in [*heads, (-1, 0)]:
+
+            def held(act: Tensor, hook: HookPoint, layer: int = layer, head: int = head) -> Tensor:
+                act = before[hook.name].clone()
+                if hook.layer() == layer:
+                    act[:, :, head] = after[hook.name][:, :, head]
+                return act
+
+            found.append(run(*[(name, held) for name in names], *[(sender.point, twice)] * (layer < 0))[0] - stood)
+    return found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("of", ["feature", "logit"])
+def test_loadings_of_heads_are_what_interventions_do(family: str, of: str) -> None:
+    """In float64: they add up to the edges, these to the value; each is what a run does in which all else is held."""
+    bridge = TransformerBridge(tiny_model(family)).to(torch.float64)
+    points = []
+    for layer in range(bridge.cfg.n_layers):
+        mid = f"blocks.{layer}.hook_resid_mid"
+        reads = mid if mid in bridge.hook_dict else f"blocks.{layer}.hook_resid_pre"
+        basis = SAE(bridge.cfg.d_model, 24).double()
+        points.append(bridge.add_basis(f"blocks.{layer}.hook_mlp_out", "tc", basis, reads=reads).name)
+    graph = attribution_graph(bridge, TOKENS, points)
+    value = dict(zip(graph.nodes, graph.values.tolist(), strict=True))
+    last = [node for node in graph.nodes if node.kind == of and node.pos == 5 and node.point in (points[-1], "logits")]
+    receiver = max(last, key=value.__getitem__)
+    found = head_loadings(bridge, TOKENS, points, receiver)
+    right = torch.tensor([graph[node, receiver] for node in found.nodes])
+    assert torch.allclose(found.edges.float(), right, rtol=0, atol=1e-5) and right.abs().max() > 0.1
+    assert float(found.edges.sum()) == pytest.approx(value[receiver], abs=1e-5)
+    assert {node.kind for node in found.nodes} == {"feature", "error", "token", "constant"}
+    seen = 0
+    for kind in ("token", "feature"):
+        senders = [node for node in found.nodes if node.kind == kind]
+        sender = max(senders, key=lambda node: max(map(abs, found[node].values())))
+        moves = moved_through(bridge, receiver, sender, points, list(found.heads))
+        wanted = [*found[sender].values(), float(found.direct[found.nodes.index(sender)])]
+        assert moves == pytest.approx(wanted, abs=1e-5)
+        seen += sum(abs(loading) > 1e-4 for loading in wanted)
+    assert seen > 3
+    sizes = found.values.abs().flatten().sort(descending=True).values
+    assert [abs(loading) for *_, loading in found.largest(3)] == sizes[:3].tolist()
+
+
+@torch.no_grad()
+def test_a_head_with_features_of_its_own_loads_them() -> None:
+    """What features of a head's output receive comes through that head."""
+    bridge = reference_bridge("gpt2").to(torch.float64)
+    points = [
+        bridge.add_basis(f"blocks.{i}.attn.hook_z", "own", SAE(bridge.cfg.d_head, 9).double()).name for i in (0, 1)
+    ]
+    graph = attribution_graph(bridge, TOKENS, points)
+    receiver = next(node for node in graph.nodes if node.point == points[1] and node.head == 2 and node.pos == 4)
+    found = head_loadings(bridge, TOKENS, points, receiver)
+    assert torch.allclose(found.edges.float(), torch.tensor([graph[node, receiver] for node in found.nodes]), atol=1e-5)
+    of_others = found.values[:-1].clone()
+    of_others[:, found.heads.index((1, 2))] = 0
+    assert of_others.abs().max() < 1e-9 < found.values[:-1].abs().max()
+
+
+def test_loadings_of_what_is_not_there_are_refused(
+    placed: tuple[TransformerBridge, list[str], AttributionGraph],
+) -> None:
+    bridge, points, graph = placed
+    off = next(
+        Node("feature", points[1], 3, i) for i in range(24) if Node("feature", points[1], 3, i) not in graph.nodes
+    )
+    for node in (off, Node("logit", "logits", 4, 7), Node("error", "blocks.1.hook_mlp_out", 3)):
+        with pytest.raises(ValueError, match="is no feature that is active in this run, and no logit"):
+            head_loadings(bridge, TOKENS, points, node)
+    with pytest.raises(ValueError, match="logits is"):
+        head_loadings(bridge, TOKENS, points, Node("logit", "logits", 5, 10**6))
+    inside = bridge.add_basis("blocks.1.mlp.hook_post", "own", SAE(bridge.cfg.d_mlp, 16)).name
+    node = next(node for node in attribution_graph(bridge, TOKENS, [inside]).nodes if node.kind == "feature")
+    with pytest.raises(ValueError, match="its edges are slopes"):
+        head_loadings(bridge, TOKENS, [inside], node)
+    bridge.remove_basis(inside)
+    with pytest.raises(ValueError, match="sends nothing to"):
+        head_loadings(bridge, TOKENS, points, graph.nodes[-1])[Node("token", "hook_embed", 99)]
+    assert not bridge.hook_dict[points[0]].listeners
+
+
 def test_a_score_that_is_not_there_is_refused(placed: tuple[TransformerBridge, list[str], AttributionGraph]) -> None:
     bridge, points, _ = placed
     for wrong, said in (
@@ -493,3 +635,116 @@ def test_what_is_no_graph_is_refused(placed: tuple[TransformerBridge, list[str],
     with pytest.raises(ValueError, match="without_positions names 6; there are 6 positions"):
         attribution_graph(bridge, TOKENS, points, without_positions=[6])
     assert not bridge.hook_dict[points[0]].listeners
+
+
+class Attending(torch.nn.Module):
+    """Features that read earlier positions, by a pattern of their own (as low-rank sparse attention does)."""
+
+    def __init__(self, d: int, n: int, kernel: bool = False) -> None:
+        super().__init__()
+        numbers, self.kernel = torch.Generator().manual_seed(5), kernel
+        drawn = {
+            name: torch.randn(d, n, generator=numbers, dtype=torch.float64) / d**0.5 for name in ("q", "k", "v", "o")
+        }
+        for name, value in drawn.items():
+            self.register_buffer(name, value)
+
+    def encode(self, x: Tensor) -> Tensor:
+        q, k, v = (x @ getattr(self, name) for name in "qkv")
+        if self.kernel:
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).relu()
+        scores = q @ k.mT
+        blocked = torch.ones_like(scores).triu(1).bool()
+        return (scores.masked_fill(blocked, -torch.inf).softmax(-1) @ v).relu()
+
+    def decode(self, features: Tensor) -> Tensor:
+        return features @ self.o.T
+
+
+def test_features_that_read_across_positions_have_their_patterns_held() -> None:
+    """In float64: what such a feature gets adds up to it, and is its pattern times what stands at the positions."""
+    bridge, basis = reference_bridge("gpt2").to(torch.float64), Attending(32, 16)
+    first = bridge.add_basis(
+        "blocks.0.hook_mlp_out", "tc", SAE(32, 24, 32).double(), reads="blocks.0.hook_resid_mid"
+    ).name
+    second = bridge.add_basis("blocks.1.hook_attn_out", "lorsa", basis, reads="blocks.1.hook_resid_pre").name
+    graph = attribution_graph(bridge, TOKENS, [first, second])
+    _, cache = bridge.run_with_cache(TOKENS, names_filter=["blocks.1.hook_resid_pre", first, second])
+    x = cache["blocks.1.hook_resid_pre"][0]
+    scores = (x @ basis.q @ (x @ basis.k).T).masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf)
+    pattern, seen = scores.softmax(-1), 0
+    for receiver in [node for node in graph.nodes if node.point == second]:
+        row = [graph[node, receiver] for node in graph.nodes]
+        assert sum(row) == pytest.approx(float(cache[second][0, receiver.pos, receiver.index]), abs=1e-5)
+        for sender in [node for node in graph.nodes if node.point == first]:
+            written = cache[first][0, sender.pos, sender.index] * bridge.hook_dict[first].view.basis.W_dec[sender.index]
+            right = float(pattern[receiver.pos, sender.pos] * (written @ basis.v[:, receiver.index]))
+            assert graph[sender, receiver] == pytest.approx(right, abs=1e-6)
+            seen += abs(right) > 1e-3 and sender.pos < receiver.pos
+    assert seen > 10
+    bridge.remove_basis(second)
+    whole = bridge.add_basis("blocks.1.hook_attn_out", "sdpa", Attending(32, 16, True), reads="blocks.1.hook_resid_pre")
+    with pytest.raises(ValueError, match=r"blocks\.1\.hook_attn_out\.sdpa attends by scaled_dot_product_attention"):
+        attribution_graph(bridge, TOKENS, [first, whole.name])
+
+
+@torch.no_grad()
+def test_features_of_several_points_receive_from_all_of_them() -> None:
+    """In float64, a crosscoder of two streams that is written in three layers: rows add up, edges are interventions."""
+    bridge = TransformerBridge.boot_embedded().to(torch.float64)
+    numbers = torch.Generator().manual_seed(2)
+    drawn = [
+        torch.randn(size, generator=numbers, dtype=torch.float64) / 11 for size in ((40, 2, 128), (40,), (40, 3, 128))
+    ]
+    points = []
+    for layer in range(2):
+        reads = f"blocks.{layer}.hook_resid_mid"
+        basis = SAE(128, 24, 128).double()
+        points.append(bridge.add_basis(f"blocks.{layer}.hook_mlp_out", "tc", basis, reads=reads).name)
+    bridge.remove_basis(points.pop())
+    basis = CrossLayer(*drawn, torch.zeros(128, dtype=torch.float64))
+    reads, later = (
+        ["blocks.0.hook_resid_post", "blocks.1.hook_resid_mid"],
+        ["blocks.2.hook_mlp_out", "blocks.3.hook_mlp_out"],
+    )
+    cross = bridge.add_basis("blocks.1.hook_mlp_out", "cc", basis, reads=reads, later=later).name
+    points.append(cross)
+    graph = attribution_graph(bridge, TOKENS, points)
+    _, cache = bridge.run_with_cache(TOKENS, names_filter=[*reads, cross])
+    both = torch.stack([cache[name] for name in reads], -2)
+    assert torch.allclose(cache[cross], (torch.einsum("bprd,frd->bpf", both, drawn[0]) + drawn[1]).relu())
+    valued = [i for i, node in enumerate(graph.nodes) if node.kind in ("feature", "logit")]
+    assert torch.allclose(graph.adjacency[valued].sum(1), graph.values[valued], rtol=0, atol=1e-4)
+    first = max(
+        (n for n in graph.nodes if n.point == points[0] and n.pos == 2),
+        key=lambda n: graph.values[graph.nodes.index(n)],
+    )
+
+    def turned_up(act: Tensor, hook: object) -> Tensor:
+        act[0, first.pos, first.index] *= 1 + 1e-4
+        return act
+
+    receivers = [node for node in graph.nodes if node.point == cross or node.kind == "logit"]
+    with bridge.linearised(TOKENS, freeze=("pattern", "ln_scale", "mlp_out")):
+        before, held = bridge.run_with_cache(TOKENS, names_filter=cross)
+        with bridge.hooks(fwd_hooks=[(points[0], turned_up)]):
+            _, changed = bridge.run_with_cache(TOKENS, names_filter=cross)
+    seen = 0
+    for node in receivers[:-3]:
+        moved = float((changed[cross] - held[cross])[0, node.pos, node.index]) * 1e4
+        assert moved == pytest.approx(graph[first, node], abs=1e-4)
+        seen += abs(moved) > 1e-2
+    assert seen > 10
+    # What it writes, at its own point and later ones, is what an edit of it does.
+    sender = next(node for node in graph.nodes if node.point == cross and node.pos == 5)
+
+    def off(act: Tensor, hook: object) -> Tensor:
+        act[0, sender.pos, sender.index] = 0
+        return act
+
+    with bridge.linearised(TOKENS, freeze=("pattern", "ln_scale", "mlp_out")):
+        without = bridge.run_with_hooks(TOKENS, fwd_hooks=[(cross, off)])
+    moved = (before - before.mean(-1, keepdim=True) - without + without.mean(-1, keepdim=True))[0, -1]
+    for node in graph.nodes[-3:]:
+        assert float(moved[node.index]) == pytest.approx(graph[sender, node], abs=1e-4)
+    assert max(abs(graph[sender, node]) for node in graph.nodes[-3:]) > 1e-2

@@ -209,6 +209,27 @@ def test_the_slider_of_a_circuit_hides_weak_edges(browser, tmp_path):
     assert browser.evaluate(lines) == 3
 
 
+def test_a_graph_opens_at_its_strongest_path_and_zooms(browser, tmp_path):
+    nodes = {f"n{i}": pictures.CircuitNode(column=i) for i in range(40)}
+    edges = [(f"n{i}", f"n{i + 1}", 9.0 if i == 30 else 1.0) for i in range(39)]
+    page = tmp_path / "circuit.html"
+    picture = pictures.circuit(edges, nodes=nodes, width=3000).save(page)
+    clean(browser.open(picture, 500), page)
+    (left, top), (right, _) = browser.evaluate("""(() => {
+        const at = (name) => [...document.querySelectorAll('text')].find((t) => t.textContent === name);
+        return ['n30', 'n31'].map((name) => at(name).getBoundingClientRect()).map((box) => [box.left, box.top]);
+    })()""")
+    assert 0 < left < right < 500
+    width = "document.querySelector('.mark-rect path').getBoundingClientRect().width"
+    before = browser.evaluate(width)
+    for modifiers in (0, 2):  # without Ctrl the page scrolls
+        browser.send(
+            "Input.dispatchMouseEvent", type="mouseWheel", x=left, y=top, deltaX=0, deltaY=-200, modifiers=modifiers
+        )
+        browser.evaluate("new Promise((done) => setTimeout(done, 500))")
+        assert (browser.evaluate(width) > 1.2 * before) == (modifiers == 2)
+
+
 def test_a_click_on_a_node_shows_its_edges_its_effect_and_its_pattern(browser, tmp_path):
     bridge = TransformerBridge.boot_embedded()
     pairs = embedded_pairs(bridge, "ioi", 4)
@@ -231,7 +252,8 @@ def test_a_click_on_a_node_shows_its_edges_its_effect_and_its_pattern(browser, t
     assert {text for text in said if " to " in text and ";" not in text and "Click" not in text} == wanted
     bright = (
         "[...document.querySelectorAll('.mark-line path')]"
-        ".filter((p) => p.getAttribute('stroke-opacity') === '0.85').length"
+        ".filter((p) => (p.getAttribute('aria-label') || '').includes('from') "
+        "&& p.getAttribute('stroke-opacity') >= 0.3).length"
     )
     assert browser.evaluate(bright) == len(wanted)
     cells = browser.evaluate(

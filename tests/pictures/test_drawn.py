@@ -361,8 +361,66 @@ def test_several_pictures_as_one():
 def test_circuit():
     edges = [("embed", "L0H1", 0.9), ("L0H1", "logits", -0.4), ("embed", "logits", 0.1)]
     drawn = marks(pictures.circuit(edges))
-    assert [(m["from"], m["to"], number(m["score"])) for m in drawn if "from" in m] == edges
+    weakest_first = sorted(edges, key=lambda edge: abs(edge[2]))  # what is strong is seen
+    assert [(m["from"], m["to"], number(m["score"])) for m in drawn if "from" in m] == weakest_first
     assert [m["node"] for m in drawn if "node" in m] == ["embed", "L0H1", "logits"]
+
+
+def deep_circuit(n_edges: int) -> tuple[list[tuple[str, str, float]], dict[str, pictures.CircuitNode]]:
+    """Edges between heads and MLPs of thirty layers, and their columns."""
+    numbers = torch.Generator().manual_seed(0)
+    names = ["embed", *(f"L{i}{part}" for i in range(30) for part in ("H0", "H1", "H2", "H3", "MLP")), "logits"]
+    columns = {name: 0 if name == "embed" else 60 for name in ("embed", "logits")}
+    columns |= {name: 2 * int(name[1:-2]) + 1 for name in names if "H" in name}
+    columns |= {name: 2 * int(name[1:-3]) + 2 for name in names if name.endswith("MLP")}
+    edges: dict[tuple[str, str], float] = {}
+    while len(edges) < n_edges:
+        one, other = torch.randint(0, len(names), (2,), generator=numbers).tolist()
+        if columns[names[one]] < columns[names[other]]:
+            edges[names[one], names[other]] = float(torch.randn(1, generator=numbers))
+    ends = {name for pair in edges for name in pair}
+    nodes = {name: pictures.CircuitNode(column=columns[name]) for name in ends}
+    return [(*pair, score) for pair, score in edges.items()], nodes
+
+
+@pytest.mark.parametrize("width", [340, 720, None])
+@pytest.mark.parametrize("n_edges", [12, 60, 400])
+def test_a_circuit_of_thirty_layers_fits(n_edges, width):
+    """A column, and a page: as wide as that, every node and edge drawn, and no box on another one."""
+    edges, nodes = deep_circuit(n_edges)
+    picture = pictures.circuit(edges, nodes=nodes, title="A circuit with a title that has to be broken", width=width)
+    svg = picture.svg()
+    assert float(re.search(r'<svg[^>]* width="([\d.]+)"', svg).group(1)) <= (width or 1500)
+    drawn = marks(picture)
+    assert len([m for m in drawn if "from" in m]) == n_edges
+    assert len([m for m in drawn if "node" in m]) == len(nodes)
+    spec = picture.spec()
+    (name,) = (layer["data"]["name"] for layer in spec["vconcat"][0]["layer"] if layer["mark"]["type"] == "rect")
+    said = json.loads(spec["datasets"][name])
+    boxes = [tuple(node[corner] for corner in ("x0", "x1", "y0", "y1")) for node in said]
+    assert len(boxes) == len(nodes)
+    for at, (x0, x1, y0, y1) in enumerate(boxes):
+        for left, right, top, bottom in boxes[:at]:
+            assert x1 < left or right < x0 or y1 < top or bottom < y0
+
+
+def test_a_graph_with_positions_fits_a_column():
+    tokens = ["When", " Mary", " and", " John", " went"]
+    nodes = {
+        f"{layer}.{pos}": pictures.CircuitNode(column=layer, position=pos, label=f"L{layer} #{pos}")
+        for layer in range(6)
+        for pos in range(5)
+    }
+    edges = [(f"{layer}.{pos}", f"{layer + 1}.4", 1.0 + pos) for layer in range(5) for pos in range(5)]
+    nodes = {name: node for name, node in nodes.items() if any(name in edge[:2] for edge in edges)}
+    picture = pictures.circuit(edges, nodes=nodes, tokens=tokens, width=340)
+    svg = picture.svg()
+    assert float(re.search(r'<svg[^>]* width="([\d.]+)"', svg).group(1)) <= 340
+    assert all(f">{text}</text>" in svg for text in ("When", "·Mary", "L0 #3", "L5 #4"))
+    with pytest.raises(ValueError, match="width is 60; what is written on these nodes") as refused:
+        pictures.circuit(edges, nodes=nodes, tokens=tokens, width=60)
+    least = int(re.search(r"needs (\d+)", str(refused.value)).group(1))
+    assert isinstance(pictures.circuit(edges, nodes=nodes, tokens=tokens, width=least), pictures.Picture)
 
 
 def test_numbers_keep_what_the_eye_can_use():

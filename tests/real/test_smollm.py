@@ -84,7 +84,8 @@ def test_its_circuit_is_drawn(smollm):
     pairs = ioi(smollm, 8)
     metric = pairs.metric()
     circuit = edge_attribution(smollm, pairs.clean, pairs.corrupted, metric).greedy(48).pruned()
-    picture = circuit.draw(smollm, pairs.clean, pairs.corrupted, metric, title="Who carries the answer in SmolLM2")
+    drawn = {"title": "Who carries the answer in SmolLM2", "width": 720}
+    picture = circuit.draw(smollm, pairs.clean, pairs.corrupted, metric, **drawn)
     folder = ROOT / "build" / "pictures"
     folder.mkdir(parents=True, exist_ok=True)
     picture.save(folder / "smollm_circuit.html")
