@@ -149,7 +149,9 @@ class InBasis(View):
         if not self.reads:
             return self._activation(x, call)
         sources = zip(self.reads, call.sources[-len(self.reads) :], strict=True)
-        return self.read_in({name: view.get(seen, Call(module, (seen,), {})) for (name, view), (module, seen) in sources})
+        return self.read_in(
+            {name: view.get(seen, Call(module, (seen,), {})) for (name, view), (module, seen) in sources}
+        )
 
     def read_in(self, activations: Mapping[str, Tensor]) -> Tensor:
         """What the features are of, where they are of other points.

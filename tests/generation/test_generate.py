@@ -229,7 +229,7 @@ def test_stopping_criteria_and_strings(embedded):
         with pytest.raises(ValueError, match="none of them empty"):
             embedded.generate(prompt, stop_strings=empty, **GREEDY)
     for wrong in (123, [123]):
-        with pytest.raises(TypeError, match="stopping_criteria .* 123"):
+        with pytest.raises(TypeError, match="stopping_criteria has 123"):
             embedded.generate(prompt, stopping_criteria=wrong, **GREEDY)
 
     class After(StoppingCriteria):
