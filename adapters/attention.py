@@ -133,9 +133,9 @@ class Projection:
         bias: a parameter that is added behind it, relative to the part's module: hook points show the sum (DeBERTa).
         width: how wide a head's queries (keys, values), or how many neurons, it makes, where that is not `d_head`
             (`d_mlp`) of `ModelConfig`.
-        latent: the module whose output is the latent that they are made from, relative to the part's module ("": there
-            is one, that no module puts out). Keys are then what is made from the latent; a part that all heads share is
-            in `hook_rot_k` only.
+        latent: the norm whose output is the latent that they are made from, relative to the part's module; of the kind
+            `OPAQUE_NORM` where another module puts it out, with the path "" where none does. Keys are then what is made
+            from the latent; a part that all heads share is in `hook_rot_k` only.
     """
 
     path: str
@@ -143,7 +143,7 @@ class Projection:
     norm: Norm | None = None
     bias: str | None = None
     width: int | None = None
-    latent: str | None = None
+    latent: Norm | None = None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -527,8 +527,8 @@ class AttentionPoints:
         """Queries, keys and values, and the latents that they are made from."""
         part, inner, pos = self.part, self.points.inside(self.name), self.points.pos
         for name, latent in (("q", part.q.latent), ("kv", part.k.latent)):
-            if latent:
-                inner.add(f"hook_{name}_latent", self._site(latent), axes=f"batch {pos} d_{name}_latent")
+            if latent and latent.path:
+                self._add_latent(name, latent)
         fused = len({projection.path for projection in part.projections.values()}) < len(part.projections)
         for letter, projection in part.projections.items():
             own_pos = self.key_pos if part.cross and letter != "q" else pos
@@ -542,6 +542,15 @@ class AttentionPoints:
             if not fused and projection.latent is None:
                 entered = Site(site.path, "input")
                 inner.add(f"{letter}.hook_in", entered, Branch(), f"batch {own_pos} d_model", group="extra")
+
+    def _add_latent(self, name: str, latent: Norm) -> None:
+        """What queries, or keys and values, are made from; with the norm that makes it, under DeepSeek's names."""
+        inner, norm, site = self.points.inside(self.name), f"{name}_a_layernorm", self._site(latent.path)
+        axes, known = f"batch {self.points.pos} d_{name}_latent", not latent.kind.opaque
+        if known:
+            inner.add(f"{norm}.hook_in", Site(site.path, "input"), axes=axes, group="extra")
+            norm_points(inner, norm, latent.kind, site, axes=axes)
+        inner.add(f"hook_{name}_latent", site, axes=axes, aliases=(f"{norm}.hook_out",) if known else ())
 
     def _add_product(self, scores: View) -> None:
         """What meets in the product of queries and keys, the scores, and the pattern."""

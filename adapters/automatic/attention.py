@@ -24,7 +24,7 @@ from adapters.attention import (
 from adapters.automatic.norms import heads_view, parameter_of, relative, rounded, same_numbers
 from adapters.automatic.parts import FoundPart, Norms
 from adapters.mixers import axes_of
-from adapters.norms import Norm
+from adapters.norms import OPAQUE_NORM, Norm
 from adapters.observe.gradients import (
     by_position,
     disjoint_sets,
@@ -377,13 +377,13 @@ class FoundAttention:
             raise NotFound(f"it has {len(self.found['k'][1])} heads of keys, and {len(self.found['v'][1])} of values")
         return declared
 
-    def _latent(self, *letters: str) -> str | None:
-        """What a projection reads that is neither the part's input nor its norm: made inside of it.
+    def _latent(self, *letters: str) -> Norm | None:
+        """What makes what a projection reads, where that is neither the part's input nor its norm: inside of it.
 
         Raises:
             NotFound: keys have one, and values none, or another.
         """
-        found: set[str | None] = set()
+        found: set[Norm | None] = set()
         for letter in letters:
             entered = self.found[letter][0].entered
             assert entered is not None
@@ -392,7 +392,8 @@ class FoundAttention:
             if self.owner.reads(entered.mark) or pre:
                 found.add(None)
             else:
-                found.add(relative(made[-1].path, self.owner.path) if made else "")
+                path = relative(made[-1].path, self.owner.path) if made else ""
+                found.add(Norm(path, self.norms.get(made[-1], OPAQUE_NORM) if made else OPAQUE_NORM))
         if len(found) > 1:
             raise NotFound("keys and values are not made from one latent")
         return found.pop()
@@ -636,7 +637,7 @@ class _Between:
 
 def auxiliary_modules(found: FoundAttention, declared: Attention, norms: Norms) -> tuple[tuple[str, str], ...]:
     """The modules with parameters in an attention that play no known part, with the axes of what they make."""
-    owner, latent = found.owner, {path for path in (declared.q.latent, declared.k.latent) if path}
+    owner, latent = found.owner, {norm.path for norm in (declared.q.latent, declared.k.latent) if norm and norm.path}
     added = declared.z_transform.path if isinstance(declared.z_transform, AddedOutput) else None
     single = (declared.gate and declared.gate.path, declared.position_bias, added, *(declared.score_bias_modules or ()))
     paths = [path for path in (*declared.submodules.values(), *latent, *single) if path]

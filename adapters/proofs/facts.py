@@ -347,7 +347,7 @@ def _before_latents(place: LayerStep, calls: Calls) -> list[str]:
         return []
     found = []
     for latent in (part.q.latent, part.k.latent):
-        norm = calls.get(join(place.module, latent)) if latent else None
+        norm = calls.get(join(place.module, latent.path)) if latent and latent.path else None
         entered = norm[0].input if norm else None
         if entered is None:
             continue

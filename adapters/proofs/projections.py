@@ -265,8 +265,11 @@ def prove_latents(evidence: Evidence, findings: Findings, claim: str, place: Lay
         claim: its name.
         place, part: the attention.
     """
-    for path, reader in ((each.latent, each.path) for each in (part.q, part.k, part.v) if each.latent):
-        made, read = evidence.call(place.module, path or ""), evidence.call(place.module, reader)
+    for each in (part.q, part.k, part.v):
+        path, reader = each.latent.path if each.latent else "", each.path
+        if not path:
+            continue
+        made, read = evidence.call(place.module, path), evidence.call(place.module, reader)
         if made is None or read is None or made.result is None or read.input is None:
             findings.holds(claim, f"{place.part}({path}, read by {reader})", False, "it did not run")
             continue

@@ -247,9 +247,12 @@ def newer_attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
             yield "clamp elsewhere", replace(part, clamp=(clip, "made" if where == "normed" else "normed")), ""
     latents = {"q": part.q.latent, "kv": part.k.latent}
     for name, latent in latents.items():
-        if latent:
+        if latent and latent.path:
             left = {letter: replace(part.projections[letter], latent=None) for letter in name}
             yield f"{name}_latent left out", replace(part, **left), ""
+            for text, changed in _norm_changes(latent):
+                norms = {letter: replace(part.projections[letter], latent=changed) for letter in name}
+                yield f"{name}_latent: {text}", replace(part, **norms), ""
     if part.q.latent and part.k.latent:
         exchanged = {
             letter: replace(each, latent=latents["kv" if letter == "q" else "q"])
