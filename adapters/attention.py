@@ -533,15 +533,20 @@ class AttentionPoints:
         for letter, projection in part.projections.items():
             own_pos = self.key_pos if part.cross and letter != "q" else pos
             axes = f"batch {own_pos} {part.heads(letter)} {part.width(letter)}"
-            view, sources = projection.view or Heads(self._n_heads(letter)), tuple[Site, ...]()
-            if projection.bias:
-                holder, _, parameter = projection.bias.rpartition(".")
-                view, sources = Biased(view, parameter), (self._site(holder, "input"),)
+            view, sources = self._seen(projection, self._n_heads(letter))
             site, aliases = self._site(projection.path), (f"{letter}.hook_out",)
             inner.add(f"hook_{letter}", site, view, axes, aliases=aliases, sources=sources)
             if not fused and projection.latent is None:
                 entered = Site(site.path, "input")
                 inner.add(f"{letter}.hook_in", entered, Branch(), f"batch {own_pos} d_model", group="extra")
+
+    def _seen(self, projection: Projection, n_heads: int) -> tuple[View, tuple[Site, ...]]:
+        """How a projection's output shows heads, and what that needs: the module that adds a bias behind it."""
+        view = projection.view or Heads(n_heads)
+        if projection.bias is None:
+            return view, ()
+        holder, _, parameter = projection.bias.rpartition(".")
+        return Biased(view, parameter), (self._site(holder, "input"),)
 
     def _add_latent(self, name: str, latent: Norm) -> None:
         """What queries, or keys and values, are made from; with the norm that makes it, under DeepSeek's names."""
@@ -576,8 +581,9 @@ class AttentionPoints:
             axes = f"batch {part.heads('q')} {pos} {part.width('v')}"
             inner.add("hook_branch", self._site(part.z_transform.path), axes=axes, group="extra")
         if part.gate:
-            view, axes = part.gate.view or Heads(self.n_heads), f"batch {pos} {part.heads('q')} d_gate"
-            inner.add("hook_gate", self._site(part.gate.path), view, axes, group="extra")
+            axes = f"batch {pos} {part.heads('q')} d_gate"
+            view, sources = self._seen(part.gate, self.n_heads)
+            inner.add("hook_gate", self._site(part.gate.path), view, axes, group="extra", sources=sources)
 
     def _add_results(self) -> None:
         """`z`, and what each head adds."""

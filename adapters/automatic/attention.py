@@ -600,11 +600,14 @@ class _Between:
             gate = None if rows is None else rows[..., torch.tensor(sets, device=rows.device)].double()
             if gate is None or gate.shape[-1] not in (1, self.z.shape[-1]):
                 continue
-            view = heads_view(sets, call.left[0].value.shape[-1])
-            for name in GATE_FUNCTIONS:
-                tried = Gate(Projection(self._relative(call.path), view), name)
-                if self.is_z(tried.of(self.mixed, gate)):
-                    return tried
+            made = Projection(self._relative(call.path), heads_view(sets, call.left[0].value.shape[-1]))
+            own = self.found.owner.module.named_parameters(recurse=False)
+            sums = {name: gate + p.detach()[:, None] for name, p in own if p.shape == gate.shape[2:3]}
+            for bias, total in ((None, gate), *sums.items()):
+                for name in GATE_FUNCTIONS:
+                    tried = Gate(replace(made, bias=bias), name)
+                    if self.is_z(tried.of(self.mixed, total)):
+                        return tried
         return None
 
     def bias(self) -> str | None:

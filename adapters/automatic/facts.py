@@ -519,8 +519,7 @@ class Facts:
         if getattr(config, "is_heterogeneous", False):
             return {}  # another one for each layer
         parameters = rotation_of(config)
-        kinds = [each for each in parameters.values() if isinstance(each, Mapping)]
-        if "rope_theta" not in parameters and not (kinds and "rope_theta" in parameters.get("full_attention", {})):
+        if "rope_theta" not in parameters and "rope_theta" not in (parameters.get("full_attention") or {}):
             return {}
         said = rotary_values(config)
         if parameters.get("rope_type") == "default" and isinstance(base, float) and isinstance(dim, int):

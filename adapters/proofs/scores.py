@@ -75,6 +75,11 @@ def prove_rotation(
         if not bool(changed.any()):
             findings.holds(claim, where, True)
             continue
+        factor = (x * y).sum((0, 2, 3), keepdim=True) / (x * x).sum((0, 2, 3), keepdim=True)
+        if bool((factor > 0).all()) and float((factor * x - y).abs().max()) <= findings.tolerance * float(y.abs().max()):
+            findings.inconclusive(claim, f"{where}: what it is multiplied with at each place")
+            findings.holds(claim, where, True)
+            continue
         turned.append(letter)
         width = own[0] or cfg.rotary_dim
         if width is None:
@@ -187,7 +192,7 @@ def _scaled_speeds(config: PreTrainedConfig, base: float, local: bool) -> Float[
         return None
     own = rotation_of(config)
     if own and "rope_theta" not in own:  # one set for each kind of layer
-        own = own["sliding_attention" if local else "full_attention"]
+        own = own["sliding_attention" if local else "full_attention"] or {}  # None: nothing is rotated there
     scale = ROPE_INIT_FUNCTIONS.get(own.get("rope_type", "default"))
     if scale is None:
         return None
