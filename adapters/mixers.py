@@ -9,6 +9,7 @@ from typing import Literal
 
 from torch import nn
 
+from adapters.attention import Attention
 from adapters.points import Group, PointList, Site, join
 from adapters.views import Branch
 
@@ -121,12 +122,24 @@ class Mixer:
         path: the module, relative to the block.
         plays: what names its hook points have: those of a ``mixer``, which mixes positions; of an ``attn`` or an
             ``mlp`` that could not be taken apart.
-        modules: the modules in it that are each called once, relative to `path`, with the axes of what they return.
+        modules: what is shown inside of it: modules that are each called once, relative to `path`, with the axes of
+            what they return; attentions whose results are not added to the stream, or of which not all is known, whose
+            paths are relative to the block.
     """
 
     path: str
     plays: Literal["mixer", "attn", "mlp"] = "mixer"
-    modules: tuple[tuple[str, str], ...] = ()
+    modules: tuple[tuple[str, str] | Attention, ...] = ()
+
+    @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """Those inside of it."""
+        return tuple(each for each in self.modules if isinstance(each, Attention))
+
+    @property
+    def layers(self) -> tuple[tuple[str, str], ...]:
+        """The modules inside of it that are shown by their outputs, with their axes."""
+        return tuple(each for each in self.modules if not isinstance(each, Attention))
 
     @property
     def submodules(self) -> dict[str, str]:
@@ -180,7 +193,7 @@ def mixer_points(points: PointList, mixer: Mixer, module: str, functions: tuple[
         # What is shown is the model's own tensor with its axes in another order.
         points.add(name, Site(module, "recurrence", channel), Branch(), f"{start} {axes[rank]}", group=group)
     taken = {POINTS[channel][0] for channel in channels}
-    for path, axes_returned in mixer.modules:
+    for path, axes_returned in mixer.layers:
         last = path.rpartition(".")[2]
         name = f"hook_{_NAMES.get(last, last)}"
         if name not in taken:

@@ -383,6 +383,12 @@ class Evidence:
         """Every step of every block that is there."""
         return places_of(self.bridge)
 
+    def attentions(self) -> Iterator[tuple[LayerStep, Attention]]:
+        """Every attention: of the steps, and inside of mixers."""
+        for place in self.places():
+            for named, part in place.named.attentions:
+                yield replace(place, named=named), part
+
     def call(self, *parts: str) -> ModuleCall | None:
         """The first call of a module, by its path; None where it did not run."""
         return next(iter(self.calls.get(join(*parts), ())), None)
