@@ -435,12 +435,12 @@ class _Inference:
         if behind := self._mixer_behind(part, attends):  # what it adds is no attention's
             part.missing["entry"] = note["entry"] = f"{behind.out[0].path} and an attention before it read the stream"
             note["attn"] = f"what it makes is not added to the stream: {behind.out[0].path} reads it"
-            return self._with_attention(self._mixer(behind, block, note), part, norms, block, note)
+            return self._with_attention(self._mixer(behind, norms, block, note), part, norms, block, note)
         try:
             if attends and mixes is not False:
                 return self._attention(part, norms, block, index)
             if mixes:
-                return self._mixer(part, block, note)
+                return self._mixer(part, norms, block, note)
             if experts := experts_of(part, self.recording):
                 return self._mixture(FoundMixture(part, self.recording, block.path, experts, self.config))
             if modules := list_of_experts(part, self.recording):
@@ -449,9 +449,9 @@ class _Inference:
         except NotFound as why:
             if not attends or mixes is False:
                 note["inside"] = str(why)
-                return self._mixer(part, block, note, "mlp")
+                return self._mixer(part, norms, block, note, "mlp")
             note["attn"] = str(why)
-            return self._with_attention(self._mixer(part, block, note, "attn"), part, norms, block, note)
+            return self._with_attention(self._mixer(part, norms, block, note, "attn"), part, norms, block, note)
 
     def _mixes(self, part: FoundPart) -> bool | None:
         """Whether a part mixes positions; None where it cannot be told."""
@@ -542,6 +542,7 @@ class _Inference:
     def _mixer(
         self,
         part: FoundPart,
+        norms: Norms,
         block: ModuleCall,
         note: dict[str, str],
         plays: Literal["mixer", "attn", "mlp"] = "mixer",
@@ -551,7 +552,7 @@ class _Inference:
         path = relative(owner.path, block.path)
         if plays != "mixer":
             return Mixer(path, plays)
-        modules = modules_of(owner, self.recording)
+        modules = modules_of(owner, self.recording, norms)
         if not (modules or functions_of(owner.module)) and any(True for _ in owner.module.parameters()):
             note["inside"] = "it mixes positions without a softmax, and has no modules that run once"
         return Mixer(path, modules=modules)

@@ -524,7 +524,7 @@ def randomized_run(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> E
     sizes, cap = dict(RANDOMIZED), bridge.cfg.attn_scores_soft_cap
     if cap > 0:  # scores as large as it is, which show what it does to them
         sizes[".hook_q"] = sizes[".hook_k"] = 0.8 * max(cap, 6.25) ** 0.5
-    clips = [part.clip or 0.0 for block in bridge.architecture.stack.every_block for part in block.attentions]
+    clips = [part.clip or 0.0 for _, part in evidence.attentions()]
     for end in (".hook_q", ".hook_k", ".hook_v"):  # beyond every clamp, in the rows of large values
         sizes[end] = max([sizes[end], *(clip / 4 for clip in clips)])
     names = [name for name, hook in bridge.hook_dict.items() if hook.point.group != "heavy"]

@@ -124,7 +124,7 @@ def _forms(evidence: Evidence) -> Iterator[tuple[str, object]]:
     architecture, cfg = evidence.bridge.architecture, evidence.bridge.cfg
     blocks = _blocks(evidence, architecture)
     parts = [step.part for block in blocks for step in block.steps]
-    attentions = [part for part in parts if isinstance(part, Attention)]
+    attentions = [part for _, part in evidence.attentions() if part.projections]
     if parts:
         said = forms_of(blocks)
         mixed = any(isinstance(part, MoE) for part in parts) and not _ungated_experts(evidence)

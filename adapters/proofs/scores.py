@@ -678,7 +678,7 @@ class _Attention:
         if more:
             self.findings.holds(MASK, at, False, f"token {more[0][0]} attends to token {more[0][1]}")
         elif less and (
-            self.part.auxiliary_modules
+            (self.part.auxiliary_modules and self.part.o)
             or (bool((sees != sees[:1]).any()) and {q - k for q, k in less} <= set(back[seen].tolist()))
         ):  # keys are chosen by what they are (an indexer), and others as far away have been
             self.findings.inconclusive(MASK, f"{at}: whether token {less[0][0]} may attend to token {less[0][1]}")

@@ -208,10 +208,12 @@ class AttentionWatch(SeesAttention):
 
     def softmax(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Shows scores and pattern, where it is one over keys."""
-        if self._meet_again and self._patterns is not None and is_over_keys(args, kwargs):
+        if not self._is_its_own(args, kwargs):
+            return func(*args, **kwargs)
+        if self._meet_again and self._patterns is not None:
             self._meet_again = False
             return self._patterns[1][0]
-        if not (self._awaits(_INSIDE) and is_over_keys(args, kwargs)):
+        if not self._awaits(_INSIDE):
             return func(*args, **kwargs)
         self._seen.append(_INSIDE)
         scores, args = (args[0], args[1:]) if args else (kwargs.pop("input"), args)
@@ -219,6 +221,11 @@ class AttentionWatch(SeesAttention):
         pattern = self._show_pattern(softmax_of(new, scores, lambda x: func(x, *args, **kwargs)))
         self._patterns = [], [pattern]
         return pattern
+
+    def _is_its_own(self, args: Args, kwargs: Kwargs) -> bool:
+        """Whether a softmax may be the one that is shown: over keys, where that is of heads (and no router's)."""
+        heads = any(point.point.n_heads is not None for channel in _INSIDE for point in self.shown.points(channel))
+        return not heads or is_over_keys(args, kwargs)
 
     def _show_pattern(self, pattern: Tensor) -> Tensor:
         """Shows a pattern in the type that attention is computed in, and goes on in that of the softmax."""

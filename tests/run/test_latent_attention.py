@@ -120,3 +120,23 @@ def test_norms_of_latents_are_shown_and_edited(family: str, norm: str) -> None:
             handle.remove()
             torch.testing.assert_close(edited, expected, rtol=1e-4, atol=1e-5)
             assert not torch.allclose(edited, plain, atol=1e-3)
+
+
+@pytest.mark.parametrize("norm", ["b_layernorm", "c_layernorm", "dt_layernorm"])
+def test_norms_inside_of_a_mixer_are_shown_and_edited(norm: str) -> None:
+    model = tiny_model("jamba").eval()
+    bridge, tokens = TransformerBridge(model), torch.tensor([[5, 9, 2, 7], [1, 3, 8, 4]])
+    module = next(m for name, m in model.named_modules() if name.endswith(f"0.mamba.{norm}"))
+    entered: list[torch.Tensor] = []
+    with torch.no_grad():
+        with module.register_forward_hook(lambda _, given, made: entered.append(given[0])):
+            _, cache = bridge.run_with_cache(tokens)
+        scale = (entered[0].pow(2).mean(-1, keepdim=True) + module.variance_epsilon).sqrt()  # type: ignore[operator]
+        start = f"blocks.0.mixer.{norm}"
+        torch.testing.assert_close(cache[f"{start}.hook_scale"], scale, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(cache[f"{start}.hook_normalized"], entered[0] / scale, rtol=1e-5, atol=1e-6)
+        assert torch.equal(cache[f"{start}.hook_out"], cache[f"blocks.0.mixer.hook_{norm}"])
+        edited = bridge.run_with_hooks(tokens, fwd_hooks=[(f"{start}.hook_scale", lambda act, hook: act * 2)])
+        with module.register_forward_hook(lambda _, given, made: made / 2):
+            torch.testing.assert_close(edited, model(tokens).logits, rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(edited, model(tokens).logits, atol=1e-4)
