@@ -479,6 +479,7 @@ class _Inference:
     ) -> Mixer:
         """A mixer with the attention inside of it, as far as that is known: in full, or where queries and keys meet."""
         softmaxes = of_attention([s for s in part.softmaxes if s.scores.ndim == 4])
+        softmaxes = [s for s in softmaxes if s.scores.shape[2] == self.recording.pos]
         around = [c for s in softmaxes for c in self.recording.of(s.path) if c.start < s.time < c.end]
         if len(softmaxes) != 1 or len(around) != 1 or not is_inside(around[0].path, block.path):
             return mixer
@@ -489,7 +490,8 @@ class _Inference:
             found = FoundAttention(inside, self.recording, norms, block, {}, kernel_alone=True)
             try:
                 declared, unknown = self.facts.add_attention(found, found.kernel()), str(why)
-            except NotFound:
+            except NotFound as unseen:
+                note["attn"] += f"; {unseen}"
                 return mixer
         why_not = note.pop("attn")
         if mixer.plays != "attn":
