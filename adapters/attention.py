@@ -133,9 +133,9 @@ class Projection:
         bias: a parameter that is added behind it, relative to the part's module: hook points show the sum (DeBERTa).
         width: how wide a head's queries (keys, values), or how many neurons, it makes, where that is not `d_head`
             (`d_mlp`) of `ModelConfig`.
-        latent: the module whose output is the latent that they are made from, relative to the part's module ("": there
-            is one, that no module puts out). Keys are then what is made from the latent; a part that all heads share is
-            in `hook_rot_k` only.
+        latent: the norm whose output is the latent that they are made from, relative to the part's module; of the kind
+            `OPAQUE_NORM` where another module puts it out, with the path "" where none does. Keys are then what is made
+            from the latent; a part that all heads share is in `hook_rot_k` only.
     """
 
     path: str
@@ -143,7 +143,11 @@ class Projection:
     norm: Norm | None = None
     bias: str | None = None
     width: int | None = None
-    latent: str | None = None
+    latent: Norm | None = None
+
+
+#: Of an attention in a `Mixer`: no one module makes them, or it is not known which; they are seen where they meet.
+UNKNOWN = Projection("")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -303,8 +307,10 @@ class Attention:
 
     Attributes:
         path: the attention module, relative to the block.
-        q, k, v: the projections, relative to the attention module.
-        o: the output projection, relative to the attention module.
+        q, k, v: the projections, relative to the attention module; `UNKNOWN`: only queries and keys are shown, where
+            they meet.
+        o: the output projection, relative to the attention module; "": what reads ``pattern @ v`` is not known, and
+            there is no `hook_z`.
         rotary: queries and keys are rotated, ``last``, behind their norms, or ``first``, before them. None: they are
             not.
         scores: how the scores are seen: `SinkScores` where their last column is an attention sink, `HeadsOfBatch`
@@ -320,8 +326,9 @@ class Attention:
             layer may lack it and use the first one's.
         core: the module that computes scores and pattern, relative to `path`, where it is not that module itself.
         keys_from: what keys and values are made from, where that is not what queries are made from: ``encoder``, its
-            output; or the index of the block whose attention's keys and values it reads (the last layers of Gemma 4):
-            `k` and `v` are that attention's, which has the same path.
+            output; the index of the block whose attention's keys and values it reads (the last layers of Gemma 4): `k`
+            and `v` are that attention's, which has the same path; or ``more``: there are keys for positions, and behind
+            them some that are made of several (DeepSeek V4).
         z_transform: what stands between ``pattern @ v`` and `hook_z`: a `Gate`, a `SinkGate`, an `AddedOutput`, a
             `Norm`, or an `Affine` with a factor.
         clamp: the bound that queries, keys and values are clamped to, and where: behind their projections (``made``),
@@ -346,7 +353,7 @@ class Attention:
     qk_shift: str | None = None
     position_bias: str | None = None
     core: str = ""
-    keys_from: Literal["encoder"] | int | None = None
+    keys_from: Literal["encoder", "more"] | int | None = None
     z_transform: ZTransform | None = None
     clamp: tuple[float, Literal["made", "normed"]] | None = None
     score_bias_modules: tuple[str, ...] | None = None
@@ -361,12 +368,13 @@ class Attention:
     @property
     def keys_of(self) -> int | None:
         """The index of the block whose attention's keys and values it reads; None where it makes its own."""
-        return None if self.keys_from == "encoder" else self.keys_from
+        return self.keys_from if isinstance(self.keys_from, int) else None
 
     @property
     def projections(self) -> dict[str, Projection]:
-        """Its own: those of queries (``q``), and of keys (``k``) and values (``v``)."""
-        return {"q": self.q} if self.keys_of is not None else {"q": self.q, "k": self.k, "v": self.v}
+        """Its own that are known: those of queries (``q``), and of keys (``k``) and values (``v``)."""
+        own = {"q": self.q} if self.keys_of is not None else {"q": self.q, "k": self.k, "v": self.v}
+        return {letter: each for letter, each in own.items() if each.path}
 
     @property
     def qk_norms(self) -> tuple[Norm, ...]:
@@ -388,7 +396,8 @@ class Attention:
         """The layers and norms that play its parts, relative to `path`, by what they do."""
         words = {"q": "queries", "k": "keys", "v": "values"}
         named = {words[letter]: each for letter, each in self.projections.items()}
-        made = {f"{what} made": each.path for what, each in named.items()} | {"its output made": self.o}
+        made = {f"{what} made": each.path for what, each in named.items()}
+        made |= {"its output made": self.o} if self.o else {}
         return made | {f"{what} normed": each.norm.path for what, each in named.items() if each.norm}
 
     @property
@@ -399,9 +408,9 @@ class Attention:
     @property
     def shows_rotated(self) -> bool:
         """`hook_rot_q` and `hook_rot_k` show what enters the product: rotated, or keys with columns that all heads
-        share as well as those that are made from a latent.
+        share as well as those that are made from a latent; or what no known module makes.
         """
-        return self.rotary is not None or self.q.width != self.k.width
+        return self.rotary is not None or self.q.width != self.k.width or UNKNOWN.path in (self.q.path, self.k.path)
 
     @property
     def sinks(self) -> str | None:
@@ -456,6 +465,7 @@ class AttentionPoints:
         shift: what is added to the inputs of queries and keys after the norm.
         factor: what its result is multiplied with before it is added to the stream; None: no constant, so that what
             each head adds is not shown.
+        inner: it is inside of a `Mixer`: what it reads need not be the stream, and its result is not added to it.
     """
 
     points: PointList
@@ -468,16 +478,20 @@ class AttentionPoints:
     norm: Site | None
     shift: Site | None
     factor: float | None
+    inner: bool = False
 
     def add(self) -> None:
         """Adds them, in the order of the computation."""
-        if not self.part.cross:  # query, key and value read the same stream: each head can be given its own
+        if not (
+            self.part.cross or self.inner
+        ):  # query, key and value read the same stream: each head can be given its own
             self._add_inputs("" if self.name == "attn" else f"{self.name}_")
         self._add_projections()
         if self.part.scores is not None:
             self._add_product(self.part.scores)
         self._add_others()
-        self._add_results()
+        if self.part.o:
+            self._add_results()
 
     def _site(self, path: str, kind: SiteKind = "output", key: str | None = None) -> Site:
         return Site(join(self.module, path), kind, key)
@@ -527,21 +541,35 @@ class AttentionPoints:
         """Queries, keys and values, and the latents that they are made from."""
         part, inner, pos = self.part, self.points.inside(self.name), self.points.pos
         for name, latent in (("q", part.q.latent), ("kv", part.k.latent)):
-            if latent:
-                inner.add(f"hook_{name}_latent", self._site(latent), axes=f"batch {pos} d_{name}_latent")
+            if latent and latent.path:
+                self._add_latent(name, latent)
         fused = len({projection.path for projection in part.projections.values()}) < len(part.projections)
         for letter, projection in part.projections.items():
             own_pos = self.key_pos if part.cross and letter != "q" else pos
             axes = f"batch {own_pos} {part.heads(letter)} {part.width(letter)}"
-            view, sources = projection.view or Heads(self._n_heads(letter)), tuple[Site, ...]()
-            if projection.bias:
-                holder, _, parameter = projection.bias.rpartition(".")
-                view, sources = Biased(view, parameter), (self._site(holder, "input"),)
+            view, sources = self._seen(projection, self._n_heads(letter))
             site, aliases = self._site(projection.path), (f"{letter}.hook_out",)
             inner.add(f"hook_{letter}", site, view, axes, aliases=aliases, sources=sources)
-            if not fused and projection.latent is None:
+            if not (fused or self.inner) and projection.latent is None:
                 entered = Site(site.path, "input")
                 inner.add(f"{letter}.hook_in", entered, Branch(), f"batch {own_pos} d_model", group="extra")
+
+    def _seen(self, projection: Projection, n_heads: int) -> tuple[View, tuple[Site, ...]]:
+        """How a projection's output shows heads, and what that needs: the module that adds a bias behind it."""
+        view = projection.view or Heads(n_heads)
+        if projection.bias is None:
+            return view, ()
+        holder, _, parameter = projection.bias.rpartition(".")
+        return Biased(view, parameter), (self._site(holder, "input"),)
+
+    def _add_latent(self, name: str, latent: Norm) -> None:
+        """What queries, or keys and values, are made from; with the norm that makes it, under DeepSeek's names."""
+        inner, norm, site = self.points.inside(self.name), f"{name}_a_layernorm", self._site(latent.path)
+        axes, known = f"batch {self.points.pos} d_{name}_latent", not latent.kind.opaque
+        if known:
+            inner.add(f"{norm}.hook_in", Site(site.path, "input"), axes=axes, group="extra")
+            norm_points(inner, norm, latent.kind, site, axes=axes)
+        inner.add(f"hook_{name}_latent", site, axes=axes, aliases=(f"{norm}.hook_out",) if known else ())
 
     def _add_product(self, scores: View) -> None:
         """What meets in the product of queries and keys, the scores, and the pattern."""
@@ -567,8 +595,9 @@ class AttentionPoints:
             axes = f"batch {part.heads('q')} {pos} {part.width('v')}"
             inner.add("hook_branch", self._site(part.z_transform.path), axes=axes, group="extra")
         if part.gate:
-            view, axes = part.gate.view or Heads(self.n_heads), f"batch {pos} {part.heads('q')} d_gate"
-            inner.add("hook_gate", self._site(part.gate.path), view, axes, group="extra")
+            axes = f"batch {pos} {part.heads('q')} d_gate"
+            view, sources = self._seen(part.gate, self.n_heads)
+            inner.add("hook_gate", self._site(part.gate.path), view, axes, group="extra", sources=sources)
 
     def _add_results(self) -> None:
         """`z`, and what each head adds."""

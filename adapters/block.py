@@ -215,6 +215,16 @@ class NamedStep:
     leads: bool
     through_one: bool = False
 
+    @property
+    def attentions(self) -> tuple[tuple[NamedStep, Attention], ...]:
+        """The attention that it is; or those inside of a mixer, as steps called ``attn`` that add nothing."""
+        part, name = self.step.part, self.name.replace("mixer", "attn")
+        if isinstance(part, Attention):
+            return ((self, part),)
+        inside = part.attentions if isinstance(part, Mixer) else ()
+        names = (name if i == 0 else f"{name}_{i + 1}" for i in range(len(inside)))
+        return tuple((replace(self, step=Step(each), name=own), each) for own, each in zip(names, inside, strict=True))
+
 
 @dataclass(frozen=True)
 class Block:

@@ -510,21 +510,10 @@ class BlockBuilder:
         )
 
     def _add_inside(self, named: NamedStep) -> None:
-        step, part = named.step, named.step.part
+        part = named.step.part
         module = join(self.path, part.path)
         if isinstance(part, Attention):
-            AttentionPoints(
-                self.points,
-                named.name,
-                part,
-                module,
-                n_heads=part.own("n_heads", self.cfg.n_heads),
-                n_kv_heads=part.own("n_key_value_heads", self.cfg.n_kv_heads),
-                key_pos=self.stack.key_pos if not part.cross else "key_pos" if self.stack.one_of_two else "memory_pos",
-                norm=Site(join(self.path, step.pre.path), "input") if step.pre else None,
-                shift=Site(join(self.base, part.qk_shift), "output") if part.qk_shift else None,
-                factor=step.last_factor,
-            ).add()
+            self._add_attention(named, part, inner=False)
         elif isinstance(part, MLP):
             mlp_points(self.points.inside(named.name), part, module, self.rows)
         elif isinstance(part, MoE):
@@ -536,7 +525,32 @@ class BlockBuilder:
         elif isinstance(part, Mixer):
             inside = self._module(module) if part.mixes else None
             functions = () if inside is None else functions_of(inside)
+            for own, each in named.attentions:
+                self._add_attention(own, each, inner=True)
+                qk_norm_points(self.points.inside(own.name), each, join(self.path, each.path))
             mixer_points(self.points.inside(named.name), part, module, functions)
+
+    def _key_pos(self, part: Attention) -> str:
+        """The axis of an attention's keys."""
+        if part.keys_from == "more" or (part.cross and not self.stack.one_of_two):
+            return "memory_pos"
+        return "key_pos" if part.cross else self.stack.key_pos
+
+    def _add_attention(self, named: NamedStep, part: Attention, *, inner: bool) -> None:
+        norm = named.step.pre
+        AttentionPoints(
+            self.points,
+            named.name,
+            part,
+            join(self.path, part.path),
+            n_heads=part.own("n_heads", self.cfg.n_heads),
+            n_kv_heads=part.own("n_key_value_heads", self.cfg.n_kv_heads),
+            key_pos=self._key_pos(part),
+            norm=Site(join(self.path, norm.path), "input") if norm else None,
+            shift=Site(join(self.base, part.qk_shift), "output") if part.qk_shift else None,
+            factor=None if inner else named.step.last_factor,
+            inner=inner,
+        ).add()
 
     def _module(self, path: str) -> nn.Module | None:
         return module_at(self.model, path) if has_module(self.model, path) else None

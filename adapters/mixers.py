@@ -9,6 +9,8 @@ from typing import Literal
 
 from torch import nn
 
+from adapters.attention import Attention
+from adapters.norms import Norm, NormKind, norm_points
 from adapters.points import Group, PointList, Site, join
 from adapters.views import Branch
 
@@ -121,12 +123,38 @@ class Mixer:
         path: the module, relative to the block.
         plays: what names its hook points have: those of a ``mixer``, which mixes positions; of an ``attn`` or an
             ``mlp`` that could not be taken apart.
-        modules: the modules in it that are each called once, relative to `path`, with the axes of what they return.
+        modules: what is shown inside of it: modules and norms that are each called once, relative to `path`, with the
+            axes of what they return; attentions whose results are not added to the stream, or of which not all is
+            known, whose paths are relative to the block.
+
+    Raises:
+        ValueError: an attention inside of it is said to read an encoder.
     """
 
     path: str
     plays: Literal["mixer", "attn", "mlp"] = "mixer"
-    modules: tuple[tuple[str, str], ...] = ()
+    modules: tuple[tuple[str | Norm, str] | Attention, ...] = ()
+
+    def __post_init__(self) -> None:
+        if any(each.cross for each in self.attentions):
+            raise ValueError(f"the attention inside of {self.path} reads an encoder: only one that is a step can")
+
+    @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """Those inside of it."""
+        return tuple(each for each in self.modules if isinstance(each, Attention))
+
+    @property
+    def layers(self) -> tuple[tuple[str, str], ...]:
+        """The modules inside of it that are shown by their outputs, with their axes."""
+        both = (each for each in self.modules if not isinstance(each, Attention))
+        return tuple((at.path if isinstance(at, Norm) else at, axes) for at, axes in both)
+
+    @property
+    def norms(self) -> dict[str, NormKind]:
+        """What the norms among them compute, by their paths."""
+        both = (each for each in self.modules if not isinstance(each, Attention))
+        return {at.path: at.kind for at, _ in both if isinstance(at, Norm)}
 
     @property
     def submodules(self) -> dict[str, str]:
@@ -180,12 +208,15 @@ def mixer_points(points: PointList, mixer: Mixer, module: str, functions: tuple[
         # What is shown is the model's own tensor with its axes in another order.
         points.add(name, Site(module, "recurrence", channel), Branch(), f"{start} {axes[rank]}", group=group)
     taken = {POINTS[channel][0] for channel in channels}
-    for path, axes_returned in mixer.modules:
+    for path, axes_returned in mixer.layers:
         last = path.rpartition(".")[2]
         name = f"hook_{_NAMES.get(last, last)}"
         if name not in taken:
             renamed = " ".join(points.pos if axis == "pos" else axis for axis in axes_returned.split())
-            points.add(name, Site(join(module, path), "output"), axes=renamed)
+            site, norm = Site(join(module, path), "output"), mixer.norms.get(path)
+            if norm:
+                norm_points(points, last, norm, site, axes=renamed)
+            points.add(name, site, axes=renamed, aliases=(f"{last}.hook_out",) if norm else ())
     if any(ONE_STEP.get(name) in functions for name in functions):  # its states can be had, position by position
         names = next(STATES[name] for name in functions if name in STATES)
         points.add("hook_ssm_state", Site(module, "recurrence", "state"), axes=f"{start} {names}", group="extra")

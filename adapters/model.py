@@ -56,8 +56,8 @@ class ModelMap:
         """The same without some hook points and weights, and without what stands on them, with the reasons."""
         weights = ("unembed.W_U", "unembed.b_U")
         names = {**names, **self._feeding(names)}
-        more = _standing_on(names)
         there = {*weights, *(point.name for point in self.points)}
+        more = _standing_on({name: why for name, why in names.items() if name in there})  # what was there is gone
         names = {**names, **{name: more[name] for name in more if name in there}}
         points = [point for point in self.points if not _is_among(point.name, names)]
         left = {point.name for point in points}

@@ -293,7 +293,7 @@ def how_much(bridge: TransformerBridge) -> str:
         return "stream" if any(name.endswith("hook_resid_pre") for name in bridge.hook_dict) else "–"
     opaque = any(isinstance(step.part, Mixer) and not step.part.mixes for block in blocks for step in block.steps)
     parts = [step.part for block in blocks for step in block.steps]
-    known = any(isinstance(part, Attention | MLP | MoE) or (isinstance(part, Mixer) and part.modules) for part in parts)
+    known = any(isinstance(part, Attention | MLP | MoE) or (isinstance(part, Mixer) and part.layers) for part in parts)
     if opaque or not_offered:
         return "parts"
     return "full" if known else "parts"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from adapters.attention import (
     GATE_FUNCTIONS,
+    UNKNOWN,
     AddedOutput,
     Attention,
     Gate,
@@ -24,7 +25,7 @@ from adapters.attention import (
 from adapters.automatic.norms import heads_view, parameter_of, relative, rounded, same_numbers
 from adapters.automatic.parts import FoundPart, Norms
 from adapters.mixers import axes_of
-from adapters.norms import Norm
+from adapters.norms import OPAQUE_NORM, Norm
 from adapters.observe.gradients import (
     by_position,
     disjoint_sets,
@@ -59,6 +60,16 @@ class Met(NamedTuple):
     seen: Tensor
 
 
+def of_attention(softmaxes: Sequence[Softmax]) -> list[Softmax]:
+    """Those of queries and keys, where there are others; one of those that make the same pattern of the same."""
+    made = [each for each in softmaxes if each.query is not None] or list(softmaxes)
+    found: list[Softmax] = []
+    for each in made:
+        if not any(each.scores.shape == x.scores.shape and torch.equal(each.scores, x.scores) for x in found):
+            found.append(each)
+    return found
+
+
 class FoundAttention:
     """Finds out what an attention is made of.
 
@@ -68,6 +79,7 @@ class FoundAttention:
         norms: the norms of its block.
         block: the call of its block.
         earlier: the attentions of blocks before it, by their index.
+        kernel_alone: what makes its queries, keys and values, and what reads what it makes of them, is not looked for.
 
     Attributes:
         declared: what was made of it, for later ones that read its keys and values. `keys_of`: whose it reads itself.
@@ -88,6 +100,8 @@ class FoundAttention:
         norms: Norms,
         block: ModuleCall,
         earlier: Mapping[int, FoundAttention],
+        *,
+        kernel_alone: bool = False,
     ) -> None:
         self.part, self.recording, self.norms, self.block = part, recording, norms, block
         self.earlier = earlier
@@ -97,9 +111,10 @@ class FoundAttention:
         self.clips_normed = self.adds = False
         # Its layers may stand in the block itself (LLaDA).
         self.owner = part.owner or block
-        if len(part.softmaxes) != 1:
+        softmaxes = of_attention(part.softmaxes)
+        if len(softmaxes) != 1:
             raise NotFound(f"it computes {len(part.softmaxes)} softmaxes")
-        self.softmax: Softmax = part.softmaxes[0]
+        self.softmax: Softmax = softmaxes[0]
         scores = self.softmax.scores
         self.flat_heads = scores.ndim == 3 and scores.shape[0] % recording.batch == 0 and scores.shape[1] > 1
         if self.flat_heads:
@@ -111,6 +126,12 @@ class FoundAttention:
         if scores.ndim != 4 or scores.shape[0] != recording.batch:
             raise NotFound(f"its scores have the shape {tuple(scores.shape)}, not [batch, head, query, key]")
         self.n_heads = scores.shape[1]
+        self.query_pos, self.key_pos = scores.shape[2], scores.shape[3]
+        self.cross = self.key_pos not in (self.query_pos, self.query_pos + 1)
+        self.found: dict[str, tuple[ModuleCall, Sets, ModuleCall | None]] = {}
+        self.biases: dict[str, tuple[str, Tensor]] = {}
+        if kernel_alone:
+            return
         if not part.producer.is_linear or part.producer.entered is None:
             raise NotFound(f"{part.producer.path}, which puts out its result, is no linear layer")
         self.z = part.producer.entered
@@ -121,8 +142,6 @@ class FoundAttention:
         self.mixed = self._before_norm(z).unflatten(-1, (self.n_heads, -1))
         if self.z.value.ndim != 3:
             raise NotFound("what enters its output projection is not [batch, pos, (head d_head)]")
-        self.query_pos, self.key_pos = scores.shape[2], scores.shape[3]
-        self.cross = self.key_pos not in (self.query_pos, self.query_pos + 1)
         self.sources = self._sources()
         self._trace()
 
@@ -175,7 +194,6 @@ class FoundAttention:
             if call.is_linear and reached is not None and not self._from_before(call, query)
             and (sets := disjoint_sets(reached)) and len(sets) == self.n_heads
         ]  # fmt: skip
-        self.found: dict[str, tuple[ModuleCall, Sets, ModuleCall | None]] = {}
         for letter, reached in (("q", reaches.from_query), ("v", values), ("k", reaches.from_keys)):
             carrier = self._carrier(reached)
             wide = self._width(letter)
@@ -324,16 +342,20 @@ class FoundAttention:
         kept = [*vars(self.owner.module).values(), *(vars(config).values() if config is not None else ())]
         return list(dict.fromkeys(x for x in kept if isinstance(x, float) and x > 0))
 
-    def declare(self) -> Attention:
+    def declare(self, *, values: bool = True) -> Attention:
         """The declaration.
+
+        Args:
+            values: with values, and what reads ``pattern @ v``.
 
         Raises:
             NotFound: a projection could not be found.
         """
-        if self.missing:
-            raise NotFound("; ".join(f"{letter}: {reason}" for letter, reason in sorted(self.missing.items())))
+        missing = {letter: why for letter, why in sorted(self.missing.items()) if values or letter != "v"}
+        if missing:
+            raise NotFound("; ".join(f"{letter}: {reason}" for letter, reason in missing.items()))
         owner = self.owner.path
-        projections = {}
+        projections = {"v": UNKNOWN}
         own = {letter: each for letter, each in self.found.items() if self.keys_of is None or letter == "q"}
         for letter, (call, sets, _) in own.items():
             made = call.left[0].value
@@ -350,8 +372,9 @@ class FoundAttention:
             )
         latents = {"q": self._latent("q")}
         if self.keys_of is None:
-            latents["kv"] = None if self.cross else self._latent("k", "v")
+            latents["kv"] = None if self.cross else self._latent(*("kv" if values else "k"))
             k, v = (replace(projections[letter], latent=latents["kv"]) for letter in "kv")
+            v = v if values else UNKNOWN
         else:
             source = self.keys_of[1].declared
             assert source is not None
@@ -365,7 +388,7 @@ class FoundAttention:
             replace(projections["q"], latent=latents["q"]),
             k,
             v,
-            o=relative(self.part.producer.path, owner),
+            o=relative(self.part.producer.path, owner) if values else "",
             rotary="first" if self.normed_last else "last" if self.rotated() else None,
             norms_over=over.pop() if over else "heads",
             core="" if core == owner else relative(core, owner),
@@ -373,17 +396,61 @@ class FoundAttention:
             clamp=None if self.clip is None else (self.clip, "normed" if self.clips_normed else "made"),
             config_values={"n_heads": self.n_heads, "n_key_value_heads": len(self.found["k"][1])},
         )
-        if len(self.found["v"][1]) != len(self.found["k"][1]):
+        if values and len(self.found["v"][1]) != len(self.found["k"][1]):
             raise NotFound(f"it has {len(self.found['k'][1])} heads of keys, and {len(self.found['v'][1])} of values")
         return declared
 
-    def _latent(self, *letters: str) -> str | None:
-        """What a projection reads that is neither the part's input nor its norm: made inside of it.
+    def kernel(self) -> Attention:
+        """The declaration of what it shows where queries and keys meet.
+
+        Raises:
+            NotFound: they are not seen.
+        """
+        query, key = self.softmax.query, self.softmax.key
+        if query is None or key is None or query.shape[1] != self.n_heads or self.key_pos < self.query_pos:
+            raise NotFound("queries and keys are not seen where they meet")
+        made = replace(UNKNOWN, width=query.shape[-1])
+        sizes = {"n_heads": self.n_heads, "n_key_value_heads": self.n_key_heads}
+        declared = Attention(relative(self.owner.path, self.block.path), made, made, UNKNOWN, o="", config_values=sizes)
+        return replace(declared, keys_from="more") if key.shape[2] > self.query_pos else declared
+
+    def without_values(self) -> Attention:
+        """The declaration without values, which something unknown is made of.
+
+        Raises:
+            NotFound: queries and keys that are found are not those that meet.
+        """
+        for letter in "qk":
+            before, after = self.normed(letter), self.turned(letter)
+            once = None if after is None else after[:, :: max(1, after.shape[1] // before.shape[2])].transpose(1, 2)
+            if once is None or once.shape != before.shape or not agree(before.norm(dim=-1), once.norm(dim=-1), before):
+                raise NotFound(f"the projection of {letter} does not make what meets")
+        return self.declare(values=False)
+
+    @property
+    def n_key_heads(self) -> int:
+        """How many heads of keys there are."""
+        if "k" in self.found or self.softmax.key is None:
+            return len(self.found["k"][1])
+        key = self.softmax.key.detach()
+        sizes = (n for n in range(key.shape[1], 1, -1) if key.shape[1] % n == 0)
+        group = next((n for n in sizes if torch.equal(key[:, ::n].repeat_interleave(n, 1), key)), 1)
+        return key.shape[1] // group
+
+    @property
+    def d_head(self) -> int:
+        """How wide values are; of a kernel alone, queries."""
+        if "v" in self.found or self.softmax.query is None:
+            return len(self.found["v"][1][0])
+        return self.softmax.query.shape[-1]
+
+    def _latent(self, *letters: str) -> Norm | None:
+        """What makes what a projection reads, where that is neither the part's input nor its norm: inside of it.
 
         Raises:
             NotFound: keys have one, and values none, or another.
         """
-        found: set[str | None] = set()
+        found: set[Norm | None] = set()
         for letter in letters:
             entered = self.found[letter][0].entered
             assert entered is not None
@@ -392,14 +459,15 @@ class FoundAttention:
             if self.owner.reads(entered.mark) or pre:
                 found.add(None)
             else:
-                found.add(relative(made[-1].path, self.owner.path) if made else "")
+                path = relative(made[-1].path, self.owner.path) if made else ""
+                found.add(Norm(path, self.norms.get(made[-1], OPAQUE_NORM) if made else OPAQUE_NORM))
         if len(found) > 1:
             raise NotFound("keys and values are not made from one latent")
         return found.pop()
 
     def shares_keys(self) -> bool:
         """Whether keys enter the product with more columns than their projection makes, and nothing is rotated."""
-        wider = len(self.found["q"][1][0]) > len(self.found["k"][1][0])
+        wider = "q" in self.found and len(self.found["q"][1][0]) > len(self.found["k"][1][0])
         return wider and not self.rotated()
 
     def norm_of(self, letter: str) -> Norm | None:
@@ -416,6 +484,8 @@ class FoundAttention:
         """The norm between a projection and the scores."""
         if self.keys_of is not None and letter != "q":
             return self.keys_of[1]._norm(letter)
+        if letter not in self.found:
+            return None
         call, _, norm = self.found[letter]
         if norm is None:
             # As wide as a head, or as all of them, and behind the projection.
@@ -465,7 +535,10 @@ class FoundAttention:
         return "heads" if shape[1] in (self.query_pos, self._positions("k")) else "heads first"
 
     def normed(self, letter: str) -> Tensor:
-        """Queries or keys as they leave their norm, ``[batch, pos, head, d_head]``."""
+        """Queries or keys as they leave their norm, ``[batch, pos, head, d_head]``; or as they meet."""
+        factor = self.softmax.query if letter == "q" else self.softmax.key
+        if letter not in self.found and factor is not None:
+            return factor.detach().transpose(1, 2)
         call, sets, _ = self.found[letter]
         norm = self._norm(letter)
         if norm is None or (self.normed_last and letter in "qk"):
@@ -599,11 +672,14 @@ class _Between:
             gate = None if rows is None else rows[..., torch.tensor(sets, device=rows.device)].double()
             if gate is None or gate.shape[-1] not in (1, self.z.shape[-1]):
                 continue
-            view = heads_view(sets, call.left[0].value.shape[-1])
-            for name in GATE_FUNCTIONS:
-                tried = Gate(Projection(self._relative(call.path), view), name)
-                if self.is_z(tried.of(self.mixed, gate)):
-                    return tried
+            made = Projection(self._relative(call.path), heads_view(sets, call.left[0].value.shape[-1]))
+            own = self.found.owner.module.named_parameters(recurse=False)
+            sums = {name: gate + p.detach()[:, None] for name, p in own if p.shape == gate.shape[2:3]}
+            for bias, total in ((None, gate), *sums.items()):
+                for name in GATE_FUNCTIONS:
+                    tried = Gate(replace(made, bias=bias), name)
+                    if self.is_z(tried.of(self.mixed, total)):
+                        return tried
         return None
 
     def bias(self) -> str | None:
@@ -636,7 +712,7 @@ class _Between:
 
 def auxiliary_modules(found: FoundAttention, declared: Attention, norms: Norms) -> tuple[tuple[str, str], ...]:
     """The modules with parameters in an attention that play no known part, with the axes of what they make."""
-    owner, latent = found.owner, {path for path in (declared.q.latent, declared.k.latent) if path}
+    owner, latent = found.owner, {norm.path for norm in (declared.q.latent, declared.k.latent) if norm and norm.path}
     added = declared.z_transform.path if isinstance(declared.z_transform, AddedOutput) else None
     single = (declared.gate and declared.gate.path, declared.position_bias, added, *(declared.score_bias_modules or ()))
     paths = [path for path in (*declared.submodules.values(), *latent, *single) if path]

@@ -45,7 +45,7 @@ from torch import nn
 
 from adapters.architecture import Architecture, Block, Head, NamedStep, Part, Readout, Stack, Step
 from adapters.attention import Attention
-from adapters.automatic.attention import FoundAttention, auxiliary_modules, with_values
+from adapters.automatic.attention import FoundAttention, auxiliary_modules, of_attention, with_values
 from adapters.automatic.blocks import (
     FoundStack,
     alike,
@@ -414,8 +414,9 @@ class _Inference:
                 if named.first and named.before.startswith("hook_resid_mid"):
                     self.not_offered[f"{prefix}.{named.before}"] = why
             else:
-                of = {"pre": named.norm, "inside": named.name}
-                self.not_offered[f"{prefix}.{of.get(what, what)}"] = why
+                of = {"pre": named.norm, "inside": named.name, "attn": named.name.replace("mixer", "attn")}
+                first, dot, rest = what.partition(".")
+                self.not_offered[f"{prefix}.{of.get(first, first)}{dot}{rest}"] = why
 
     def _sums(self, stack: FoundStack, place: int, norms: Norms) -> tuple[Mapping[Mark, Value], Found | None]:
         """What passes borders inside a block, and its sums."""
@@ -434,20 +435,23 @@ class _Inference:
         if behind := self._mixer_behind(part, attends):  # what it adds is no attention's
             part.missing["entry"] = note["entry"] = f"{behind.out[0].path} and an attention before it read the stream"
             note["attn"] = f"what it makes is not added to the stream: {behind.out[0].path} reads it"
-            return self._mixer(behind, block, note)
+            return self._with_attention(self._mixer(behind, norms, block, note), part, norms, block, note)
         try:
             if attends and mixes is not False:
                 return self._attention(part, norms, block, index)
             if mixes:
-                return self._mixer(part, block, note)
+                return self._mixer(part, norms, block, note)
             if experts := experts_of(part, self.recording):
                 return self._mixture(FoundMixture(part, self.recording, block.path, experts, self.config))
             if modules := list_of_experts(part, self.recording):
                 return self._mixture(FoundExpertModules(part, self.recording, block.path, modules, self.config))
             return self._mlp(part, norms, block)
         except NotFound as why:
-            note["inside"] = str(why)
-            return self._mixer(part, block, note, "attn" if attends and mixes is not False else "mlp")
+            if not attends or mixes is False:
+                note["inside"] = str(why)
+                return self._mixer(part, norms, block, note, "mlp")
+            note["attn"] = str(why)
+            return self._with_attention(self._mixer(part, norms, block, note, "attn"), part, norms, block, note)
 
     def _mixes(self, part: FoundPart) -> bool | None:
         """Whether a part mixes positions; None where it cannot be told."""
@@ -469,6 +473,54 @@ class _Inference:
         if found.keys_of is None:
             self.attentions[index] = found
         return found.declared
+
+    def _with_attention(
+        self, mixer: Mixer, part: FoundPart, norms: Norms, block: ModuleCall, note: dict[str, str]
+    ) -> Mixer:
+        """A mixer with the attention inside of it, as far as that is known: in full, or where queries and keys meet."""
+        softmaxes = of_attention([s for s in part.softmaxes if s.scores.ndim == 4])
+        softmaxes = [s for s in softmaxes if s.scores.shape[2] == self.recording.pos]
+        around = [c for s in softmaxes for c in self.recording.of(s.path) if c.start < s.time < c.end]
+        if len(softmaxes) != 1 or len(around) != 1 or not is_inside(around[0].path, block.path):
+            return mixer
+        inside = replace(part, owner=around[0], softmaxes=softmaxes, pre=None)
+        try:
+            declared, unknown = self._inner(inside, norms, block)
+        except NotFound as why:
+            found = FoundAttention(inside, self.recording, norms, block, {}, kernel_alone=True)
+            try:
+                declared, unknown = self.facts.add_attention(found, found.kernel()), str(why)
+            except NotFound as unseen:
+                note["attn"] += f"; {unseen}"
+                return mixer
+        why_not = note.pop("attn")
+        if mixer.plays != "attn":
+            note["hook_attn_out"] = why_not
+        of = {letter: getattr(declared, letter).path for letter in "qkv"} | {"z": declared.o}
+        why_not = why_not if mixer.plays == "attn" else unknown
+        note |= {f"attn.hook_{letter}": why_not for letter, path in of.items() if not path}
+        return replace(mixer, modules=(*mixer.modules, declared))
+
+    def _inner(self, part: FoundPart, norms: Norms, block: ModuleCall) -> tuple[Attention, str]:
+        """An attention in a mixer; and why its values, and what reads ``pattern @ v``, are not known, if they are not.
+
+        Raises:
+            NotFound: what makes queries and keys is not known.
+        """
+        owner, after = part.owner, part.softmaxes[0].time
+        assert owner is not None
+        last = [c for c in self.recording.calls if owner.holds(c) and c.is_linear and c.start > after]
+        if not last:
+            raise NotFound("no linear layer reads what it makes")
+        found, unknown = FoundAttention(replace(part, producer=last[-1]), self.recording, norms, block, {}), ""
+        try:
+            declared = with_values(found, found.declare())
+        except NotFound as why:
+            declared, unknown = found.without_values(), str(why)
+        declared = self.facts.add_attention(found, declared)
+        if unknown and "attn_scale" not in {k for k, v in declared.config_values.items() if v is not None}:
+            raise NotFound("scores are not the product of what these projections make")
+        return replace(declared, auxiliary_modules=auxiliary_modules(found, declared, norms)), unknown
 
     def _mixture(self, found: FoundMixture | FoundExpertModules) -> MoE:
         declared = found.declare()
@@ -492,6 +544,7 @@ class _Inference:
     def _mixer(
         self,
         part: FoundPart,
+        norms: Norms,
         block: ModuleCall,
         note: dict[str, str],
         plays: Literal["mixer", "attn", "mlp"] = "mixer",
@@ -501,7 +554,7 @@ class _Inference:
         path = relative(owner.path, block.path)
         if plays != "mixer":
             return Mixer(path, plays)
-        modules = modules_of(owner, self.recording)
+        modules = modules_of(owner, self.recording, norms)
         if not (modules or functions_of(owner.module)) and any(True for _ in owner.module.parameters()):
             note["inside"] = "it mixes positions without a softmax, and has no modules that run once"
         return Mixer(path, modules=modules)

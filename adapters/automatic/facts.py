@@ -19,6 +19,7 @@ from adapters.automatic.norms import relative
 from adapters.config import config_of, first, rotary_values
 from adapters.feed_forward import MLP
 from adapters.imports import rotation_of
+from adapters.mixers import Mixer
 from adapters.observe.gradients import by_position, gradient_of
 from adapters.observe.observe import ModuleCall, NotFound, Recording
 from adapters.observe.recognised import FITTED, ROUNDED_TABLE, tolerance, worked_out
@@ -160,7 +161,7 @@ def scale_elsewhere(attention: FoundAttention) -> float | None:
     query, key = attention.softmax.query, attention.softmax.key
     if attention.recording.batch < 2:
         return None
-    if attention.rotated():
+    if "q" not in attention.found or attention.rotated():
         gradient = None if query is None else gradient_of(score, query)
         if gradient is None or key is None:
             return None
@@ -182,7 +183,7 @@ def scale_elsewhere(attention: FoundAttention) -> float | None:
 
 def adding(attention: FoundAttention) -> tuple[str, ...]:
     """The linear layers inside that make something of places which has a part in the scores."""
-    known = {attention.found[letter][0].path for letter in "qk"}
+    known = {call.path for call, *_ in attention.found.values()}
     of_tokens = (attention.recording.batch, attention.query_pos)
     total = (attention.softmax.scores * torch.linspace(-1, 1, attention.key_pos).to(attention.softmax.scores)).sum()
     found = []
@@ -312,8 +313,8 @@ def _filled_scores(attention: FoundAttention) -> View:
 
 def sinks(attention: FoundAttention) -> str | None:
     """The parameter that holds each head's sink, where the scores have a column more than there are keys."""
-    scores = attention.softmax.scores.detach()
-    if scores.shape[-1] != attention.query_pos + 1:
+    scores, key = attention.softmax.scores.detach(), attention.softmax.key
+    if scores.shape[-1] != (attention.query_pos if key is None else key.shape[2]) + 1:
         return None
     for name, parameter in attention.owner.module.named_parameters(recurse=False):
         if parameter.shape != (attention.n_heads,):
@@ -384,8 +385,8 @@ class Facts:
         own = dict(declared.config_values)
         declared = replace(declared, scores=scores_view(found))
         self.add("n_heads", found.n_heads)
-        self.add("n_key_value_heads", len(found.found["k"][1]))
-        self.add("d_head", len(found.found["v"][1][0]))
+        self.add("n_key_value_heads", found.n_key_heads)
+        self.add("d_head", found.d_head)
         scaling = self._scaling(found, declared)
         self.add("attn_scores_soft_cap", scaling.cap)
         self.add("attn_scale", scaling.by)
@@ -519,8 +520,7 @@ class Facts:
         if getattr(config, "is_heterogeneous", False):
             return {}  # another one for each layer
         parameters = rotation_of(config)
-        kinds = [each for each in parameters.values() if isinstance(each, Mapping)]
-        if "rope_theta" not in parameters and not (kinds and "rope_theta" in parameters.get("full_attention", {})):
+        if "rope_theta" not in parameters and "rope_theta" not in (parameters.get("full_attention") or {}):
             return {}
         said = rotary_values(config)
         if parameters.get("rope_type") == "default" and isinstance(base, float) and isinstance(dim, int):
@@ -571,8 +571,11 @@ def with_sizes(block: Block, values: Mapping[str, object]) -> Block:
     def own(part: Part) -> Part:
         if isinstance(part, MLP):
             return replace(part, up=sized(part.up, values["d_mlp"]))
-        if not isinstance(part, Attention):
-            return part
+        if isinstance(part, Mixer):
+            return replace(part, modules=tuple(each if isinstance(each, tuple) else of(each) for each in part.modules))
+        return of(part) if isinstance(part, Attention) else part
+
+    def of(part: Attention) -> Attention:
         q, k, v = (sized(each, d_head) for each in (part.q, part.k, part.v))
         others = {name: x for name, x in part.config_values.items() if x is not None and x != usual.get(name)}
         return replace(part, q=q, k=k, v=v, config_values=others)

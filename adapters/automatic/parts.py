@@ -254,9 +254,10 @@ def rerun(
     return seen[0] if seen else None
 
 
-def modules_of(owner: ModuleCall, recording: Recording) -> tuple[tuple[str, str], ...]:
-    """The modules in a mixer that run once, with the axes of what they return."""
-    found = []
+def modules_of(owner: ModuleCall, recording: Recording, norms: Norms) -> tuple[tuple[str | Norm, str], ...]:
+    """The modules in a mixer that run once, norms among them, with the axes of what they return."""
+    found: list[tuple[str, str]] = []
+    kinds: dict[str, NormKind] = {}
     for call in recording.calls:
         once = owner.holds(call) and call is not owner and len(recording.of(call.path)) == 1
         once = once and not isinstance(call.module, nn.Dropout)
@@ -265,6 +266,8 @@ def modules_of(owner: ModuleCall, recording: Recording) -> tuple[tuple[str, str]
             if len(shape) > 1:
                 name = path.rpartition(".")[2]
                 found.append((path, axes_of(name, shape, recording.batch, recording.pos)))
+                kinds |= {path: norms[call]} if call in norms and norms[call].name else {}
     direct = [each for each in found if "." not in each[0]]
     names = [path.rpartition(".")[2] for path, _ in found]
-    return tuple(direct or (found if len(set(names)) == len(names) else []))
+    shown = direct or (found if len(set(names)) == len(names) else [])
+    return tuple((Norm(path, kinds[path]) if path in kinds else path, axes) for path, axes in shown)

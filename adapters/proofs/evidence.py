@@ -383,6 +383,12 @@ class Evidence:
         """Every step of every block that is there."""
         return places_of(self.bridge)
 
+    def attentions(self) -> Iterator[tuple[LayerStep, Attention]]:
+        """Every attention: of the steps, and inside of mixers."""
+        for place in self.places():
+            for named, part in place.named.attentions:
+                yield replace(place, named=named), part
+
     def call(self, *parts: str) -> ModuleCall | None:
         """The first call of a module, by its path; None where it did not run."""
         return next(iter(self.calls.get(join(*parts), ())), None)
@@ -518,7 +524,7 @@ def randomized_run(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> E
     sizes, cap = dict(RANDOMIZED), bridge.cfg.attn_scores_soft_cap
     if cap > 0:  # scores as large as it is, which show what it does to them
         sizes[".hook_q"] = sizes[".hook_k"] = 0.8 * max(cap, 6.25) ** 0.5
-    clips = [part.clip or 0.0 for block in bridge.architecture.stack.every_block for part in block.attentions]
+    clips = [part.clip or 0.0 for _, part in evidence.attentions()]
     for end in (".hook_q", ".hook_k", ".hook_v"):  # beyond every clamp, in the rows of large values
         sizes[end] = max([sizes[end], *(clip / 4 for clip in clips)])
     names = [name for name, hook in bridge.hook_dict.items() if hook.point.group != "heavy"]

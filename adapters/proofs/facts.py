@@ -66,6 +66,7 @@ def _sizes(evidence: Evidence) -> Iterator[tuple[str, object]]:
     cfg, model = evidence.bridge.cfg, evidence.bridge.original_model
     first = evidence.bridge.architecture.stack
     sized = any(_has_own_sizes(place.named.step.part) for place in evidence.places())
+    sized = sized or any(map(_has_own_sizes, (part for _, part in evidence.attentions())))
 
     def one(name: str, found: set[int]) -> Iterator[tuple[str, object]]:
         own = sized and getattr(cfg, name) in found  # layers that say their own sizes are held to them
@@ -123,7 +124,7 @@ def _forms(evidence: Evidence) -> Iterator[tuple[str, object]]:
     architecture, cfg = evidence.bridge.architecture, evidence.bridge.cfg
     blocks = _blocks(evidence, architecture)
     parts = [step.part for block in blocks for step in block.steps]
-    attentions = [part for part in parts if isinstance(part, Attention)]
+    attentions = [part for _, part in evidence.attentions() if part.projections]
     if parts:
         said = forms_of(blocks)
         mixed = any(isinstance(part, MoE) for part in parts) and not _ungated_experts(evidence)
@@ -334,7 +335,8 @@ def _opaque(place: LayerStep) -> list[str]:
     mixing = [join(place.path, mix.path)] if mix else []
     if isinstance(part, Mixer):
         entry = place.named.step.entry
-        return [place.module, *([join(place.path, entry)] if entry else []), *mixing]
+        inside = [join(place.path, each.path) for each in part.attentions if not each.o]
+        return [place.module, *([join(place.path, entry)] if entry else []), *mixing, *inside]
     if not isinstance(part, MoE):
         return mixing
     return [join(place.module, path) for path in (part.experts, part.router) if path] + mixing
@@ -347,7 +349,7 @@ def _before_latents(place: LayerStep, calls: Calls) -> list[str]:
         return []
     found = []
     for latent in (part.q.latent, part.k.latent):
-        norm = calls.get(join(place.module, latent)) if latent else None
+        norm = calls.get(join(place.module, latent.path)) if latent and latent.path else None
         entered = norm[0].input if norm else None
         if entered is None:
             continue

@@ -285,7 +285,8 @@ def _declared(evidence: Evidence) -> Iterator[tuple[str, Norm]]:
             yield join(place.path, block.norm.path), block.norm
         yield from ((join(place.path, n.path), n) for n in step.norms)
         if isinstance(step.part, Attention):
-            yield from ((join(place.module, n.path), n) for n in step.part.qk_norms)
+            latents = (each.latent for each in step.part.projections.values() if each.latent)
+            yield from ((join(place.module, n.path), n) for n in (*step.part.qk_norms, *latents))
         elif isinstance(step.part, MLP) and step.part.ln:
             yield join(place.module, step.part.ln.path), step.part.ln
 

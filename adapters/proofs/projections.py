@@ -29,17 +29,19 @@ def prove_projections(evidence: Evidence, findings: Findings) -> None:
     findings.claim(CLAIM)
     graphs = {
         module_path(place.module)
-        for place in evidence.places()
+        for place, _ in evidence.attentions()
         if (scores := evidence.get(f"{place.part}hook_attn_scores")) is not None and scores.requires_grad
     }
-    for place in evidence.places():
-        part = place.named.step.part
-        if not isinstance(part, Attention):
+    for place, part in evidence.attentions():
+        if not part.projections:
+            findings.inconclusive(CLAIM, f"{place.part}: what makes queries, keys and values is not known")
             continue
         scores, pattern = (evidence.get(f"{place.part}hook_{name}") for name in ("attn_scores", "pattern"))
-        output = evidence.call(place.module, part.o)
+        output = evidence.call(place.module, part.o) if part.o else None
         if scores is None or pattern is None:
             findings.inconclusive(CLAIM, f"{place.part}: its scores cannot be seen")
+        elif not part.o:
+            _Columns(evidence, findings, place, part, scores, pattern, None).prove()
         elif output is None or output.input is None:
             findings.holds(CLAIM, place.part, False, f"{part.o} did not run")
         elif not scores.requires_grad and module_path(place.module) in graphs:
@@ -59,9 +61,8 @@ def prove_choices(evidence: Evidence, findings: Findings) -> None:
         findings: what is found is added to it.
     """
     findings.claim(CLAIM)
-    for place in evidence.places():
-        part = place.named.step.part
-        for letter in part.projections if isinstance(part, Attention) else ():
+    for place, part in evidence.attentions():
+        for letter in part.projections:
             name = f"{place.part}hook_{letter}"
             site = evidence.bridge.hook_dict[name].point.site
             found = evidence.raw.get(site.path)
@@ -149,7 +150,7 @@ class _Columns:
         part: Attention,
         scores: Tensor,
         pattern: Tensor,
-        z: Tensor,
+        z: Tensor | None,
     ) -> None:
         self.evidence, self.findings, self.place, self.part = evidence, findings, place, part
         self.scores, self.pattern, self.z = scores, pattern, z
@@ -171,28 +172,33 @@ class _Columns:
             self.findings.holds(CLAIM, f"{self.place.part}hook_{missing[0]}", False, "its projection did not run")
             return
         outputs = {letter: call.result for letter, call in calls.items() if call and call.result is not None}
-        z = by_position(self.z, self.batch, self.query_pos)
-        if z is None or z.shape[-1] % self.n_heads:
-            self.findings.holds(CLAIM, f"{self.place.part}hook_z", False, f"z of shape {list(self.z.shape)}")
-            return
-        reached = self._reached(outputs, z.unflatten(-1, (self.n_heads, -1)), self.query, keys)
+        by_head: Tensor | None = None
+        if self.z is not None:
+            z = by_position(self.z, self.batch, self.query_pos)
+            if z is None or z.shape[-1] % self.n_heads:
+                self.findings.holds(CLAIM, f"{self.place.part}hook_z", False, f"z of shape {list(self.z.shape)}")
+                return
+            by_head = z.unflatten(-1, (self.n_heads, -1))
+        reached = self._reached(outputs, by_head, self.query, keys)
         for query in range(4, self.query) if self.part.clip is not None else ():  # what is clamped has no gradient
-            more = self._reached(outputs, z.unflatten(-1, (self.n_heads, -1)), query, [query - 3, query - 1])
+            more = self._reached(outputs, by_head, query, [query - 3, query - 1])
             reached = {letter: _either(mask, more[letter]) for letter, mask in reached.items()}
         for letter, found in reached.items():
             call = calls[letter]
             assert call is not None
             self.compare(letter, call, outputs[letter], found)
 
-    def _reached(self, outputs: dict[str, Tensor], z: Tensor, query: int, keys: list[int]) -> dict[str, Tensor | None]:
+    def _reached(
+        self, outputs: dict[str, Tensor], z: Tensor | None, query: int, keys: list[int]
+    ) -> dict[str, Tensor | None]:
         """Which columns of queries, keys and values reach each head at a query."""
         positions = {"query_pos": self.query_pos, "key_pos": self.key_pos}
         made = [outputs[letter] for letter in "qk" if letter in outputs]
         reaches = gradients_of_scores(self.scores, made, query=query, keys=keys, **positions)
-        if "v" not in outputs:
-            return {"q": reaches.from_query[0]}
-        values = gradients_of_z(z, [outputs["v"]], query=query, key_pos=self.key_pos)[0]
-        return {"q": reaches.from_query[0], "k": reaches.from_keys[1], "v": values}
+        found = {"q": reaches.from_query[0]} | ({"k": reaches.from_keys[1]} if "k" in outputs else {})
+        if "v" in outputs and z is not None:
+            found["v"] = gradients_of_z(z, [outputs["v"]], query=query, key_pos=self.key_pos)[0]
+        return found
 
     def made(self, letter: str) -> ModuleCall | None:
         """What the hook point of a letter stands on, or the norm over all heads at once that follows it."""
@@ -265,8 +271,11 @@ def prove_latents(evidence: Evidence, findings: Findings, claim: str, place: Lay
         claim: its name.
         place, part: the attention.
     """
-    for path, reader in ((each.latent, each.path) for each in (part.q, part.k, part.v) if each.latent):
-        made, read = evidence.call(place.module, path or ""), evidence.call(place.module, reader)
+    for each in (part.q, part.k, part.v):
+        path, reader = each.latent.path if each.latent else "", each.path
+        if not path:
+            continue
+        made, read = evidence.call(place.module, path), evidence.call(place.module, reader)
         if made is None or read is None or made.result is None or read.input is None:
             findings.holds(claim, f"{place.part}({path}, read by {reader})", False, "it did not run")
             continue

@@ -72,8 +72,7 @@ def prove_rotation(
             findings.holds(claim, where, False, f"shape {None if y is None else list(y.shape)} for {list(x.shape)}")
             continue
         changed = (x[:, 1:] != y[:, 1:]).flatten(0, 2).any(0).cpu()
-        if not bool(changed.any()):
-            findings.holds(claim, where, True)
+        if _stands_still(findings, claim, where, x, y):
             continue
         turned.append(letter)
         width = own[0] or cfg.rotary_dim
@@ -101,6 +100,18 @@ def prove_rotation(
     if len(backwards) > 1:
         findings.holds(claim, f"{at}hook_rot_k", False, "queries and keys turn in opposite directions")
     return bool(turned)
+
+
+def _stands_still(findings: Findings, claim: str, where: str, x: ByHead, y: ByHead) -> bool:
+    """Whether queries, or keys, are not rotated: as they are, or multiplied with a number for each place."""
+    if torch.equal(x[:, 1:], y[:, 1:]):
+        return findings.holds(claim, where, True)
+    factor = (x * y).sum((0, 2, 3), keepdim=True) / (x * x).sum((0, 2, 3), keepdim=True)
+    worst = float((factor * x - y).abs().max())
+    if not (factor > 0).all() or worst > findings.tolerance * float(y.abs().max()):
+        return False
+    findings.inconclusive(claim, f"{where}: what it is multiplied with at each place")
+    return findings.holds(claim, where, True)
 
 
 def _slow(base: float | None, width: int) -> bool:
@@ -187,7 +198,7 @@ def _scaled_speeds(config: PreTrainedConfig, base: float, local: bool) -> Float[
         return None
     own = rotation_of(config)
     if own and "rope_theta" not in own:  # one set for each kind of layer
-        own = own["sliding_attention" if local else "full_attention"]
+        own = own["sliding_attention" if local else "full_attention"] or {}  # None: nothing is rotated there
     scale = ROPE_INIT_FUNCTIONS.get(own.get("rope_type", "default"))
     if scale is None:
         return None
@@ -255,20 +266,20 @@ def prove_attention(evidence: Evidence, findings: Findings) -> None:
         findings.claim(claim)
     rotates: list[tuple[str, bool]] = []
     biases: dict[str, Tensor] = {}
-    for place in evidence.places():
-        part = place.named.step.part
-        if not isinstance(part, Attention):
-            continue
+    for place, part in evidence.attentions():
         if part.scores is None:
             for claim in (SCORES, PATTERN, VALUES, MASK):
                 findings.inconclusive(claim, f"{place.part}: its scores cannot be seen")
             continue
         proof = _Attention(evidence, findings, place, part)
+        if not part.projections:
+            proof.prove_kernel()
+            continue
         rotated = proof.prove(biases)
         if part.rotary:
             rotates.append((place.stack.name, rotated))
     cfg = evidence.bridge.cfg
-    attends = any(isinstance(place.named.step.part, Attention) for place in evidence.places())
+    attends = any(part.projections for _, part in evidence.attentions())
     if attends and "attention_mask" not in evidence.more:
         if cfg.positional_embedding_type == "relative_positional_bias":
             findings.holds(SCORES, "position bias", bool(biases), "cfg says that there is one, and no table of it ran")
@@ -299,8 +310,8 @@ class _Attention:
                 self._norm_reads(letter)
         prove_latents(self.evidence, self.findings, SCORES, self.place, self.part)
         scores, pattern, v, z = map(self.get, ("attn_scores", "pattern", "v", "z"))
-        v = clipped(v, self.part)
-        if q is None or k is None or scores is None or pattern is None or v is None or z is None:
+        v, known = clipped(v, self.part), bool(self.part.o)
+        if q is None or k is None or scores is None or pattern is None or (known and (v is None or z is None)):
             names = [f"{at}hook_{each}" for each in ("q", "k", "attn_scores", "pattern", "v", "z")]
             if left := [name for name in names if self.findings.is_left_out(name)]:
                 self.findings.inconclusive(SCORES, f"{left[0]} is not offered")
@@ -319,7 +330,7 @@ class _Attention:
             else:
                 self.findings.holds(SCORES, at, False, "queries or keys after their rotation are not shown")
                 return rotated
-        elif q.shape[2] != n_heads or n_heads % k.shape[2] or n_heads % v.shape[2]:
+        elif q.shape[2] != n_heads or n_heads % k.shape[2] or (v is not None and n_heads % v.shape[2]):
             self.findings.holds(SCORES, at, False, f"{q.shape[2]} and {k.shape[2]} heads for {n_heads} patterns")
             return rotated
         else:
@@ -329,6 +340,31 @@ class _Attention:
         if not self.padded:
             self._mask(pattern)
         return rotated
+
+    def prove_kernel(self) -> None:
+        """Scores of queries and keys where they meet, and their pattern: what makes and reads these is not known."""
+        q, k, scores, pattern = map(self.get, ("rot_q", "rot_k", "attn_scores", "pattern"))
+        if scores is None or pattern is None:
+            self._not_seen("attn_scores", "pattern")
+            return
+        if q is None or k is None:
+            self._not_seen("rot_q", "rot_k")
+        elif q.shape[2] != pattern.shape[1] or pattern.shape[1] % k.shape[2]:
+            self.findings.holds(SCORES, self.place.part, False, f"{q.shape[2]} and {k.shape[2]} heads")
+        else:
+            self._scores(q, k, scores, {})
+        self._values(None, pattern, None, pattern)
+        self._pattern(scores, pattern)
+        if not self.padded:
+            self._mask(pattern)
+
+    def _not_seen(self, *names: str) -> None:
+        """Says of hook points that they are not offered, or did not run."""
+        for name in (f"{self.place.part}hook_{each}" for each in names):
+            if name in self.evidence.bridge.hook_dict:
+                self.findings.holds(SCORES, name, self.get(name.rpartition("hook_")[2]) is not None, "it did not run")
+            else:
+                self.findings.inconclusive(SCORES, f"{name} is not offered")
 
     def _left_out(self) -> bool:
         """Whether queries or keys after their rotation have no hook point: a trial showed something else there."""
@@ -402,8 +438,11 @@ class _Attention:
         self.findings.inconclusive(SCORES, f"{self.place.part}hook_rot_q: what queries are multiplied with")
         return True
 
-    def _values(self, v: ByHead, pattern: Tensor, z: Tensor, seen: Tensor) -> None:
+    def _values(self, v: ByHead | None, pattern: Tensor, z: Tensor | None, seen: Tensor) -> None:
         """``pattern @ v = z``, with what is declared to stand between, for the queries that see something."""
+        if v is None or z is None:
+            self.findings.inconclusive(VALUES, f"{self.place.part}: what makes or reads its values is not known")
+            return
         place, at, transform = self.place, f"{self.place.part}hook_z", self.part.z_transform
         if norm := self.part.v.norm:
             made = self.evidence.made(place.makes("v").module, norm.path)
@@ -616,6 +655,11 @@ class _Attention:
         """Where attention goes in some row of the batch, by where it may go."""
         if self.part.cross or self.place.stack is not self.evidence.bridge.architecture.stack:
             return  # cfg speaks of the first, and of what looks at its own text
+        if self.part.keys_from == "more":
+            self.findings.inconclusive(
+                MASK, f"{self.place.part}hook_pattern: which keys behind those of positions are seen"
+            )
+            pattern = pattern[..., : pattern.shape[-2]]
         _, _, queries, keys = pattern.shape
         seen = (pattern > 0).any(0).any(0).cpu()
         back = torch.arange(queries)[:, None] - torch.arange(keys)[None]
@@ -634,7 +678,7 @@ class _Attention:
         if more:
             self.findings.holds(MASK, at, False, f"token {more[0][0]} attends to token {more[0][1]}")
         elif less and (
-            self.part.auxiliary_modules
+            (self.part.auxiliary_modules and self.part.o)
             or (bool((sees != sees[:1]).any()) and {q - k for q, k in less} <= set(back[seen].tolist()))
         ):  # keys are chosen by what they are (an indexer), and others as far away have been
             self.findings.inconclusive(MASK, f"{at}: whether token {less[0][0]} may attend to token {less[0][1]}")

@@ -406,7 +406,7 @@ def _entries(place: LayerStep) -> list[str]:
     step = place.named.step
     part, pre = step.part, step.pre
     if isinstance(part, Attention) and pre and pre.path.startswith(f"{part.path}."):  # it norms its own input
-        inside = [projection.path for projection in part.projections.values() if not projection.latent]
+        inside = [projection.path for projection in part.projections.values() if projection.latent is None]
         return [join(part.path, path) for path in dict.fromkeys(inside)]
     if step.entry is not None:
         return [step.entry] if step.entry else []

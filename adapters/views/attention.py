@@ -137,7 +137,7 @@ class Biased(View):
 
     Attributes:
         heads: how the projection's output shows them.
-        name: of the parameter, ``(head d_head)``.
+        name: of the parameter, ``(head d_head)``, or one number for each head.
     """
 
     heads: View
@@ -147,7 +147,7 @@ class Biased(View):
 
     def _bias(self, like: Tensor, call: Call) -> Tensor:
         bias = call.sources[-1][0].get_parameter(self.name)
-        return bias.view(like.shape[-2:]).to(like)
+        return bias.view(like.shape[-2], -1).to(like)
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         made = self.heads.get(x, call)

@@ -305,8 +305,8 @@ def _writers(bridge: TransformerBridge) -> dict[str, Callable[[], Tensor]]:
             writers[name] = partial(_of, bridge.weights.module(path), "weight")
     for place in steps_of(bridge):
         part = place.named.step.part
-        if isinstance(part, Mixer) and part.modules:
-            last = module_at(bridge.original_model, join(place.path, part.path, part.modules[-1][0]))
+        if isinstance(part, Mixer) and part.layers:
+            last = module_at(bridge.original_model, join(place.path, part.path, part.layers[-1][0]))
             if isinstance(last, nn.Linear):
                 writers[f"{place.part}W"] = partial(_transposed_of, last)
                 if last.bias is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +36,7 @@ from bridge.taps.attention_call import (
     autocasts,
     implementation_of,
     is_looked_up,
+    is_over_keys,
     parameters_of_heads,
     score_shape,
     softmax_of,
@@ -139,6 +140,11 @@ class AttentionWatch(SeesAttention):
         self._seen: list[tuple[str, str]] = []  # the channels on which something was shown
         self._begun = False  # a softmax by hand was given the scores
         self._went_by = False  # a kernel, or a softmax, while nobody listened
+        #: The last queries and keys that met before the scores were shown, and what was made of them.
+        self._met: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+        self._meet_again = False
+        #: The pattern that was shown, whole or of some heads and queries.
+        self._patterns: tuple[list[Part], list[Tensor]] | None = None
 
     @property
     def in_user_function(self) -> bool:
@@ -155,7 +161,8 @@ class AttentionWatch(SeesAttention):
     def call(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Calls a function of the module's, and shows its arguments and its result."""
         kernel = func is scaled_dot_product_attention
-        if (kernel or func in SOFTMAXES) and not (self._awaits(_INSIDE) or self._awaits(_PRODUCT)):
+        awaited = self._awaits(_INSIDE) or self._awaits(_PRODUCT)
+        if (kernel or func in SOFTMAXES) and not (awaited or self._seen):
             self._went_by = True
         elif kernel or not self._kernel_alone:
             return super().call(func, args, kwargs)
@@ -200,13 +207,25 @@ class AttentionWatch(SeesAttention):
         warnings.warn(f"the cache leaves out {names} of such layers: {reason}; {cure}", stacklevel=2)
 
     def softmax(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        """Shows scores and pattern."""
+        """Shows scores and pattern, where it is one over keys."""
+        if not self._is_its_own(args, kwargs):
+            return func(*args, **kwargs)
+        if self._meet_again and self._patterns is not None:
+            self._meet_again = False
+            return self._patterns[1][0]
         if not self._awaits(_INSIDE):
             return func(*args, **kwargs)
         self._seen.append(_INSIDE)
         scores, args = (args[0], args[1:]) if args else (kwargs.pop("input"), args)
         new = self.shown.show("scores", scores)
-        return self._show_pattern(softmax_of(new, scores, lambda x: func(x, *args, **kwargs)))
+        pattern = self._show_pattern(softmax_of(new, scores, lambda x: func(x, *args, **kwargs)))
+        self._patterns = [], [pattern]
+        return pattern
+
+    def _is_its_own(self, args: Args, kwargs: Kwargs) -> bool:
+        """Whether a softmax may be the one that is shown: over keys, where that is of heads (and no router's)."""
+        heads = any(point.point.n_heads is not None for channel in _INSIDE for point in self.shown.points(channel))
+        return not heads or is_over_keys(args, kwargs)
 
     def _show_pattern(self, pattern: Tensor) -> Tensor:
         """Shows a pattern in the type that attention is computed in, and goes on in that of the softmax."""
@@ -244,11 +263,24 @@ class AttentionWatch(SeesAttention):
             kernel: what is called in the end.
             given: what it was called with.
         """
-        if self._awaits(_PRODUCT):
-            given = given.with_products(*self.product(given.query, given.key))
-        if not self._awaits(_INSIDE):
+        given = given.with_products(*self.product(given.query, given.key))
+        again, self._meet_again = self._meet_again, False
+        if not (self._awaits(_INSIDE) or again):
             return given.of(kernel)
-        return self._attend(AttentionCall.of_torch(given, self._n_heads(given.query)), lambda: given.of(kernel))
+        attention = AttentionCall.of_torch(given, self._n_heads(given.query))
+        if not again:
+            return self._attend(attention, lambda: given.of(kernel))
+        if self._patterns is None:  # nobody changes it
+            return given.of(kernel)
+        parts, patterns = self._patterns
+        if patterns and not parts:
+            return attention.result(patterns[0])
+        if len(patterns) != len(parts):
+            raise RuntimeError(
+                f"{type(self.shown.module).__name__} attends twice with the same queries and keys, and a function that "
+                "touches heads and queries was given them in pieces: touch fewer of them in a run"
+            )
+        return self._with_patterns(attention, parts, patterns, lambda: given.of(kernel))
 
     def before_opaque(self, attention: AttentionCall, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Called before a kernel that is no torch function.
@@ -271,10 +303,18 @@ class AttentionWatch(SeesAttention):
 
     def product(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Shows queries and keys, and returns what is made of them, with the heads as they were given."""
-        if not self._awaits(_PRODUCT):
-            return query, key
-        self._seen.append(_PRODUCT)
-        return self._with_heads("q", query), self._with_heads("k", key)
+        if self._met is not None and self._seen and self._met[0][0] is query:
+            (_, first), made = self._met
+            if first is key or (first.shape == key.shape and torch.equal(first, key)):
+                self._meet_again = True  # as in differential attention, which has two halves of values for a pattern
+                return made
+        shown = query, key
+        if self._awaits(_PRODUCT):
+            self._seen.append(_PRODUCT)
+            shown = self._with_heads("q", query), self._with_heads("k", key)
+        if _INSIDE not in self._seen:
+            self._met = (query, key), shown
+        return shown
 
     def flat_heads(self, query: Tensor) -> tuple[int, int] | None:
         """The heads are known, and the batches are the rest."""
@@ -296,17 +336,22 @@ class AttentionWatch(SeesAttention):
             return run()
         touched = self.shown.touched(attention)
         if touched is None:
-            return attention.result(show_scores_and_pattern(self.shown, attention))
-        return self._attend_in_part(attention, touched, run)
-
-    def _attend_in_part(self, attention: AttentionCall, touched: Touched, run: Callable[[], Tensor]) -> Tensor:
-        """Runs the kernel, and puts in what comes of the heads and queries that somebody touches."""
+            self._patterns = [], [show_scores_and_pattern(self.shown, attention)]
+            return attention.result(self._patterns[1][0])
         parts = touched.parts(score_shape(attention), attention.query.dtype, whole_queries=torch.is_grad_enabled())
-        made: list[Tensor] = []
-        for part in parts:
-            some = attention.of_heads(part.heads).of_queries(index_on(part.queries, attention.query.device))
-            made.append(some.result(show_scores_and_pattern(self.shown.of_part(part), some)))
-        if parts and touched.heads.all() and touched.queries.all():
+        shown = (show_scores_and_pattern(self.shown.of_part(part), _part_of(attention, part)) for part in parts)
+        # Of several parts one is in memory at a time.
+        self._patterns = parts, list(shown) if len(parts) < 2 else []
+        return self._with_patterns(attention, parts, self._patterns[1] if len(parts) < 2 else shown, run)
+
+    @staticmethod
+    def _with_patterns(
+        attention: AttentionCall, parts: list[Part], patterns: Iterable[Tensor], run: Callable[[], Tensor]
+    ) -> Tensor:
+        """Runs the kernel, and puts in what comes of the heads and queries that somebody touches."""
+        made = [_part_of(attention, part).result(pattern) for part, pattern in zip(parts, patterns, strict=True)]
+        shape = score_shape(attention)
+        if parts and len(parts[0].heads) == shape[1] and sum(len(part.queries) for part in parts) == shape[2]:
             return torch.cat(made, 2)
         z = run()
         if not parts:
@@ -314,6 +359,10 @@ class AttentionWatch(SeesAttention):
         z = z.clone() if attention.kernel else z  # a kernel of somebody's may keep what it returned
         queries = torch.cat([part.queries for part in parts])
         return put_back(z, {1: parts[0].heads, 2: queries}, torch.cat(made, 2).to(z.dtype))
+
+
+def _part_of(attention: AttentionCall, part: Part) -> AttentionCall:
+    return attention.of_heads(part.heads).of_queries(index_on(part.queries, attention.query.device))
 
 
 def show_scores_and_pattern(shown: TappedCall, attention: AttentionCall) -> Tensor:

@@ -295,6 +295,17 @@ def softmax_of(scores: Tensor, before: Tensor, softmax: Callable[[Tensor], Tenso
     return softmax(scores.masked_fill(nothing, 0.0)).masked_fill(nothing, 0.0)
 
 
+def is_over_keys(args: Args, kwargs: Kwargs) -> bool:
+    """Whether a softmax is one of rows of keys: of three axes or more, over the last.
+
+    Args:
+        args, kwargs: what it is called with.
+    """
+    x: Tensor = args[0] if args else kwargs["input"]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", -1)
+    return x.ndim > 2 and dim in (-1, x.ndim - 1)
+
+
 def with_heads(x: Tensor, n_heads: int | None, show: Callable[[Tensor], Tensor]) -> Tensor:
     """What is made of queries or keys, with the heads as the kernel was given them.
 

@@ -26,6 +26,7 @@ from adapters import (
     Attention,
     Block,
     Embedding,
+    Mixer,
     MoE,
     Norm,
     Projection,
@@ -247,9 +248,12 @@ def newer_attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
             yield "clamp elsewhere", replace(part, clamp=(clip, "made" if where == "normed" else "normed")), ""
     latents = {"q": part.q.latent, "kv": part.k.latent}
     for name, latent in latents.items():
-        if latent:
+        if latent and latent.path:
             left = {letter: replace(part.projections[letter], latent=None) for letter in name}
             yield f"{name}_latent left out", replace(part, **left), ""
+            for text, changed in _norm_changes(latent):
+                norms = {letter: replace(part.projections[letter], latent=changed) for letter in name}
+                yield f"{name}_latent: {text}", replace(part, **norms), ""
     if part.q.latent and part.k.latent:
         exchanged = {
             letter: replace(each, latent=latents["kv" if letter == "q" else "q"])
@@ -333,6 +337,40 @@ def _with(step: Step, which: str, value: Any) -> Step:
     return replace(step, **{which: value})
 
 
+def kernel_changes(part: Attention, facts: Facts) -> Iterator[Change]:
+    """What an attention claims whose queries and keys are known where they meet alone."""
+    scale = part.own("attn_scale", facts.cfg.attn_scale)
+    yield "scale times 1.1", replace(part, config_values={**part.config_values, "attn_scale": scale * 1.1}), ""
+    for which in ("n_heads", "n_key_value_heads"):
+        others = {**part.config_values, which: part.own(which, getattr(facts.cfg, which) or facts.cfg.n_heads) * 2}
+        yield f"{which} times 2", replace(part, config_values=others), ""
+    yield "other scores", replace(part, scores=AlibiScores()), ""
+    if isinstance(part.scores, SinkScores):
+        yield "sinks left out", replace(part, scores=part.scores.inner), ""
+    elif part.scores:
+        yield "sinks", replace(part, scores=SinkScores(part.scores, "sinks")), ""
+    biases = None if part.score_bias_modules is not None else ()
+    what = "what is added to scores left out" if biases is None else "something is added to scores"
+    yield what, replace(part, score_bias_modules=biases), ""
+
+
+def mixer_changes(part: Mixer, facts: Facts) -> Iterator[Change]:
+    """What the attentions inside of a mixer claim, changed one at a time."""
+    for index, each in enumerate(part.modules):
+        if not isinstance(each, Attention):
+            continue
+        changes = chain(attention_changes(each, facts), newer_attention_changes(each, facts))
+        for text, changed, same in changes if each.projections else kernel_changes(each, facts):
+            if changed.cross:
+                continue  # no mixer takes it
+            if changed.o or not any(word in text for word in ("v ", "of z", "output projection", " and v")):
+                yield f"inside: {text}", replace(part, modules=_put(part.modules, index, changed)), same
+
+
+def _put(of: tuple[Any, ...], index: int, new: Any) -> tuple[Any, ...]:
+    return (*of[:index], new, *of[index + 1 :])
+
+
 def step_changes(step: Step, index: int, facts: Facts) -> Iterator[Change]:
     """A step's own claims, and those of its part."""
     part = step.part
@@ -343,6 +381,8 @@ def step_changes(step: Step, index: int, facts: Facts) -> Iterator[Change]:
         inside = mlp_changes(part, facts)
     elif isinstance(part, MoE):
         inside = mixture_changes(part, facts)
+    elif isinstance(part, Mixer):
+        inside = mixer_changes(part, facts)
     for text, changed, same in inside:
         yield text, replace(step, part=changed), same
     for which in ("pre", "post", "stream_norm"):

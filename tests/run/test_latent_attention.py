@@ -92,3 +92,51 @@ def test_two_names_of_the_keys_and_values_are_not_mixed():
     _, cache = bridge(torch.tensor([[1, 2]]), return_type="logits_and_cache")
     with pytest.raises(ValueError, match="two names of one argument"):
         bridge(torch.tensor([[3]]), past_key_values=cache, cache=copy.copy(cache))
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"])
+@pytest.mark.parametrize("norm", ["q_a_layernorm", "kv_a_layernorm"])
+def test_norms_of_latents_are_shown_and_edited(family: str, norm: str) -> None:
+    model = tiny_model(family).eval()
+    bridge, tokens = TransformerBridge(model), torch.tensor([[5, 9, 2, 7], [1, 3, 8, 4]])
+    module = next(m for name, m in model.named_modules() if name.endswith(f"0.self_attn.{norm}"))
+    entered: list[torch.Tensor] = []
+    with torch.no_grad():
+        handle = module.register_forward_hook(lambda _, given, made: entered.append(given[0]))
+        plain, cache = bridge.run_with_cache(tokens)
+        handle.remove()
+        x = entered[0].double()
+        scale = (x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon).sqrt()  # type: ignore[operator]
+        start = f"blocks.0.attn.{norm}"
+        torch.testing.assert_close(cache[f"{start}.hook_scale"].double(), scale, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(cache[f"{start}.hook_normalized"].double(), x / scale, rtol=1e-5, atol=1e-6)
+        for point in ("hook_scale", "hook_normalized"):
+            factor = 2.0 if point == "hook_scale" else 0.5
+            edited = bridge.run_with_hooks(
+                tokens, fwd_hooks=[(f"{start}.{point}", lambda act, hook, f=factor: act * f)]
+            )
+            handle = module.register_forward_hook(lambda _, given, made: made / 2)
+            expected = model(tokens).logits
+            handle.remove()
+            torch.testing.assert_close(edited, expected, rtol=1e-4, atol=1e-5)
+            assert not torch.allclose(edited, plain, atol=1e-3)
+
+
+@pytest.mark.parametrize("norm", ["b_layernorm", "c_layernorm", "dt_layernorm"])
+def test_norms_inside_of_a_mixer_are_shown_and_edited(norm: str) -> None:
+    model = tiny_model("jamba").eval()
+    bridge, tokens = TransformerBridge(model), torch.tensor([[5, 9, 2, 7], [1, 3, 8, 4]])
+    module = next(m for name, m in model.named_modules() if name.endswith(f"0.mamba.{norm}"))
+    entered: list[torch.Tensor] = []
+    with torch.no_grad():
+        with module.register_forward_hook(lambda _, given, made: entered.append(given[0])):
+            _, cache = bridge.run_with_cache(tokens)
+        scale = (entered[0].pow(2).mean(-1, keepdim=True) + module.variance_epsilon).sqrt()  # type: ignore[operator]
+        start = f"blocks.0.mixer.{norm}"
+        torch.testing.assert_close(cache[f"{start}.hook_scale"], scale, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(cache[f"{start}.hook_normalized"], entered[0] / scale, rtol=1e-5, atol=1e-6)
+        assert torch.equal(cache[f"{start}.hook_out"], cache[f"blocks.0.mixer.hook_{norm}"])
+        edited = bridge.run_with_hooks(tokens, fwd_hooks=[(f"{start}.hook_scale", lambda act, hook: act * 2)])
+        with module.register_forward_hook(lambda _, given, made: made / 2):
+            torch.testing.assert_close(edited, model(tokens).logits, rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(edited, model(tokens).logits, atol=1e-4)

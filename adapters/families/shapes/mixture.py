@@ -13,6 +13,7 @@ from adapters.architecture import Architecture
 from adapters.attention import Attention, Projection
 from adapters.families.shapes.llama import FEED_FORWARD, Differences, llama_like
 from adapters.feed_forward import MLP, MoE
+from adapters.norms import RMS_NORM, Norm
 from adapters.registry import UndeclaredOptionError
 from adapters.views import Composed, OneHead, View, gathered, interleaved
 
@@ -95,11 +96,14 @@ def latent_attention(config: PreTrainedConfig) -> Attention:
             gathered(tuple(tuple(range(start + first, start + last)) for start in starts))
             for first, last in ((0, plain), (plain, plain + d_v))
         ]
-    k, v = (Projection("kv_b_proj", Composed(OneHead(), view), latent="kv_a_layernorm") for view in views)
-    low = config.q_lora_rank is not None
+    k, v = (
+        Projection("kv_b_proj", Composed(OneHead(), view), latent=Norm("kv_a_layernorm", RMS_NORM)) for view in views
+    )
     return Attention(
         "self_attn",
-        Projection("q_b_proj" if low else "q_proj", width=plain + turned, latent="q_a_layernorm" if low else None),
+        Projection("q_b_proj", width=plain + turned, latent=Norm("q_a_layernorm", RMS_NORM))
+        if config.q_lora_rank is not None
+        else Projection("q_proj", width=plain + turned),
         replace(k, width=None if plain == d_v else plain),
         v,
         o="o_proj",

@@ -40,9 +40,11 @@ def test_what_is_offered_is_proved(model_type: str) -> None:
 
 def test_what_is_not_offered_is_listed_with_the_reason() -> None:
     offered = TransformerBridge(tiny_model("diffllama")).offered()
-    assert offered.inferred and set(offered.not_offered) == {"blocks.0.attn", "blocks.1.attn"}
-    assert "not offered: blocks.0.attn: it computes 2 softmaxes" in str(offered)
-    assert "blocks.0.hook_attn_out" in offered.names and "blocks.0.attn.hook_q" not in offered.names
+    missing = {f"blocks.{layer}.attn.hook_{letter}" for layer in (0, 1) for letter in "vz"}
+    assert offered.inferred and set(offered.not_offered) == missing
+    assert "not offered: blocks.0.attn.hook_v: v: no projection has columns of its own for each head" in str(offered)
+    assert {"blocks.0.hook_attn_out", "blocks.0.attn.hook_q"} <= set(offered.names)
+    assert "blocks.0.attn.hook_z" not in offered.names
 
 
 def test_a_mixer_is_offered_with_its_modules() -> None:

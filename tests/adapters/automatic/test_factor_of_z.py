@@ -56,5 +56,6 @@ def test_a_constant_factor_is_found_and_proved() -> None:
 
 def test_a_factor_that_the_run_makes_is_left_out_by_name() -> None:
     bridge = TransformerBridge(scaled(of_the_run=True), automatic="always")
-    assert "something unknown stands between" in bridge.offered().not_offered["blocks.0.attn"]
+    assert "something unknown stands between" in bridge.offered().not_offered["blocks.0.attn.hook_z"]
+    assert "blocks.0.attn.hook_v" not in bridge.hook_dict and "blocks.0.attn.hook_q" in bridge.hook_dict
     assert not any(isinstance(step.part, Attention) for step in bridge.architecture.steps())

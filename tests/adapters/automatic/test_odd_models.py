@@ -206,7 +206,8 @@ def test_parts_that_write_far_less_than_the_stream_holds() -> None:
 def test_a_mixer_behind_an_attention_is_what_adds_to_the_stream():
     bridge = TransformerBridge(tiny_model("zamba2"))
     assert not any(name.endswith("hook_attn_out") for name in bridge.hook_dict)
-    assert "reads it" in bridge.offered().not_offered["blocks.1.attn"]
+    assert "reads it" in bridge.offered().not_offered["blocks.1.hook_attn_out"]
+    assert "blocks.1.attn.hook_z" in bridge.hook_dict
     made = {}
     mamba = bridge.original_model.model.layers[1].mamba_decoder.mamba
     handle = mamba.register_forward_hook(lambda module, args, output: made.update(x=output))

@@ -27,7 +27,7 @@ from weight_processing.limits import no_processing
 TOKENS = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(0))
 #: What is offered of each, and the claims that are not proved, by a word.
 OFFERED = {
-    "beam": ("parts", ""), "deepseek_v4": ("parts", ""), "doge": ("full", ""),
+    "beam": ("full", ""), "deepseek_v4": ("parts", ""), "doge": ("full", ""),
     "gpt_neox_japanese": ("full", ""), "hy_v4": ("parts", ""), "inkling_text": ("parts", ""),
     "longcat_flash": ("parts", ""), "minimax": ("full", ""), "qwen4_exp_text": ("parts", ""),
     "rwkv": ("full", ""), "xlnet": ("parts", ""), "zaya": ("parts", ""),
