@@ -15,6 +15,8 @@
 | block tables, ``kv_cache``, ``_zero_block_ids`` | what is no number stays with its request |
 | transformers' attention ``vllm`` | what queries and keys are as the kernel is given them: rotated |
 | an attention's ``attn`` | heads, scale, window and soft cap of that kernel, which a pattern is computed with |
+| ``LoRARequest``, ``base_layer`` | adapters; a module with adapters stands around the plain one, at its path |
+| ``lora_ops.bgmv_shrink`` | requests without an adapter, beside others that have one (`repair`) |
 | ``model.fusers`` | which modules of the tree were made one: a projection is some columns of that |
 """
 
@@ -23,9 +25,11 @@ from __future__ import annotations
 import asyncio
 import importlib
 import importlib.metadata
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,13 +37,18 @@ from torch import Tensor, nn
 from adapters.points import has_module, join
 
 #: The versions that were tried (docs/engine.md says with what).
-TRIED = ("0.32",)
+TRIED = ("0.31", "0.32")
 #: Options of vLLM that the hook points stand on, or that were not tried with them.
-_OURS = ("model_impl", "worker_cls", "additional_config", "skip_tokenizer_init", "dtype")
+_OURS = (
+    "model_impl", "worker_cls", "additional_config", "skip_tokenizer_init", "dtype", "enable_lora", "max_loras",
+    "max_lora_rank",
+)  # fmt: skip
+#: The ranks that vLLM has room for.
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 _ALONE = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 #: The name of vLLM's attention in transformers.
 ATTENTION = "vllm"
-_NOT_TRIED = ("speculative_config", "enable_lora", "quantization", "kv_transfer_config", "decode_context_parallel_size")
+_NOT_TRIED = ("speculative_config", "quantization", "kv_transfer_config", "decode_context_parallel_size")
 
 
 class EngineVersionError(ImportError):
@@ -70,21 +79,15 @@ def check_vllm() -> None:
         )
 
 
-def started(model: str, dtype: str, config: Mapping[str, object], options: Mapping[str, Any]) -> Any:
-    """vLLM's `LLM` with the worker of ours.
-
-    Args:
-        model: a folder, or a name.
-        dtype: of weights and activations.
-        config: what the worker is told.
-        options: of vLLM.
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuses options of vLLM's, and an environment, that hook points cannot be with.
 
     Raises:
         TypeError: an option that is not for the user to give.
         ValueError: one that was not tried with hook points; an engine in this very process.
     """
     if ours := [name for name in _OURS if name in options]:
-        raise TypeError(f"{ours[0]} is not an option of vLLM's that can be given here")
+        raise TypeError(f"{ours[0]} is not an option of vLLM's that can be given here, where it follows from others")
     several = [name for name in _ALONE if options.get(name, 1) != 1]
     if refused := several + [name for name in _NOT_TRIED if options.get(name)]:
         raise ValueError(f"hook points inside vLLM were not tried with {refused[0]}, so it is refused")
@@ -93,6 +96,43 @@ def started(model: str, dtype: str, config: Mapping[str, object], options: Mappi
             "VLLM_ENABLE_V1_MULTIPROCESSING is 0: vLLM changes transformers' classes in its process, where no plain "
             "model could be compared with it any more. Leave the engine a process of its own"
         )
+
+
+def adapter_options(adapters: Mapping[str, str]) -> dict[str, Any]:
+    """The options of vLLM that LoRA adapters need.
+
+    Args:
+        adapters: their folders, by name.
+
+    Raises:
+        ValueError: one that has no LoRA, or a rank that vLLM has no room for.
+    """
+    ranks = [1]
+    for name, folder in adapters.items():
+        said = json.loads((Path(folder) / "adapter_config.json").read_text())
+        if said.get("peft_type") != "LORA":
+            raise ValueError(f"adapter {name} is {said.get('peft_type')}, and vLLM has LORA alone")
+        ranks += [said["r"], *(said.get("rank_pattern") or {}).values()]
+    if max(ranks) > _RANKS[-1]:
+        raise ValueError(f"an adapter has rank {max(ranks)}, and vLLM has room for {_RANKS[-1]}")
+    most = next(rank for rank in _RANKS if rank >= max(ranks))
+    return {"enable_lora": True, "max_loras": len(adapters), "max_lora_rank": most} if adapters else {}
+
+
+def lora(name: str, number: int, folder: str) -> Any:
+    """vLLM's request of an adapter, which has a number of its own, from 1."""
+    return importlib.import_module("vllm.lora.request").LoRARequest(name, number, folder)
+
+
+def started(model: str, dtype: str, config: Mapping[str, object], options: Mapping[str, Any]) -> Any:
+    """vLLM's `LLM` with the worker of ours.
+
+    Args:
+        model: a folder, or a name.
+        dtype: of weights and activations.
+        config: what the worker is told.
+        options: of vLLM.
+    """
     return importlib.import_module("vllm").LLM(
         model,
         dtype=dtype,
@@ -105,7 +145,7 @@ def started(model: str, dtype: str, config: Mapping[str, object], options: Mappi
 
 
 def serve(
-    model: str, dtype: str, config: Mapping[str, object], where: Mapping[str, object], options: Mapping[str, Any],
+    model: str, dtype: str, config: Mapping[str, object], options: Mapping[str, Any], where: Mapping[str, object],
     around: Callable[[Any], None],
 ) -> None:  # fmt: skip
     """vLLM's OpenAI-compatible server with the worker of ours, until it is interrupted.
@@ -143,12 +183,13 @@ def json_response(said: object, code: int) -> Any:
     return importlib.import_module("fastapi.responses").JSONResponse(said, status_code=code)
 
 
-def sampling(new: int, ended: bool, ticket: Mapping[str, object], more: Mapping[str, Any]) -> Any:
+def sampling(new: int, ended: bool, steps: bool, ticket: Mapping[str, object], more: Mapping[str, Any]) -> Any:
     """vLLM's `SamplingParams` of a request.
 
     Args:
         new: how many tokens it may generate.
         ended: it ends with the model's token for that.
+        steps: what there is is told after each step.
         ticket: what the worker is told of it.
         more: of vLLM; greedy without.
     """
@@ -162,8 +203,9 @@ def sampling(new: int, ended: bool, ticket: Mapping[str, object], more: Mapping[
         **more,
     }
     vllm = importlib.import_module("vllm")
-    whole = importlib.import_module("vllm.sampling_params").RequestOutputKind.FINAL_ONLY  # all samples, when all ended
-    return vllm.SamplingParams(output_kind=whole, **asked)
+    kinds = importlib.import_module("vllm.sampling_params").RequestOutputKind
+    kind = kinds.CUMULATIVE if steps else kinds.FINAL_ONLY  # all samples, when all ended
+    return vllm.SamplingParams(output_kind=kind, **asked)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -190,7 +232,10 @@ def worker_class() -> type:
 
 
 def repair(config: Any) -> None:
-    """Puts right what vLLM's Transformers backend does to one type of model, before that is loaded.
+    """Puts right what vLLM does to requests beside adapters, and its Transformers backend to one type of model.
+
+    Adapters on processors (0.31.0, 0.32.0): a request without one has the number -1, and torch takes the last adapter's
+    weights for it. Zeros are put in their place.
 
     GPT-2 (0.32.0): its attention joins the heads itself, and is given them joined; and what it does not load from old
     files, ``attn.bias``, is taken for a part of the name of its biases, ``c_attn.bias``, which stay zero.
@@ -198,6 +243,16 @@ def repair(config: Any) -> None:
     Args:
         config: transformers' of the model.
     """
+    kernels = importlib.import_module("vllm.lora.ops.torch_ops.lora_ops")
+    shrink = kernels.bgmv_shrink
+    if shrink.__name__ != "shrink_own":  # once in a process
+
+        def shrink_own(inputs: Tensor, weights: Tensor, out: Tensor, numbers: Tensor, scaling: float = 1.0) -> None:
+            shrink(inputs, weights, out, numbers, scaling)
+            out[numbers < 0] = 0
+
+        kernels.bgmv_shrink = shrink_own
+        importlib.import_module("vllm.lora.punica_wrapper.punica_cpu").bgmv_shrink = shrink_own
     if config.model_type != "gpt2":
         return
     backend = importlib.import_module("vllm.model_executor.models.transformers.fusers.attention")
@@ -279,14 +334,14 @@ def zero_begun_blocks(runner: Any, spans: Sequence[Span], edited: set[int]) -> N
     stale: set[int] = set()
     for table in runner.input_batch.block_table.block_tables:
         for place, span in enumerate(spans):
-            if not edited and not span.ticket.get("edit"):
+            if not edited and not _altered(span):
                 continue
             last = span.first + span.end - span.begin
             first, last = -(-span.first // table.block_size), -(-last // table.block_size)
             begun = set(table.block_table.np[place, first:last].tolist())
             stale |= begun & edited
             edited ^= begun & edited
-            if span.ticket.get("edit"):
+            if _altered(span):
                 edited |= begun
     if stale and runner.device.type != "cpu":
         runner._zero_block_ids(sorted(stale))
@@ -297,6 +352,11 @@ def zero_begun_blocks(runner: Any, spans: Sequence[Span], edited: set[int]) -> N
             cache.data_ptr(): cache for cache in caches if isinstance(cache, Tensor) and cache.numel()
         }.values():
             cache[sorted(stale)] = 0
+
+
+def _altered(span: Span) -> bool:
+    """Whether a request has something of its own that may make what is no number."""
+    return bool(span.ticket.get("edit") or span.ticket.get("adapter"))
 
 
 def around_passes(runner: Any, begin: Callable[[], list[Span]], end: Callable[[Sequence[Span]], None]) -> None:
@@ -389,6 +449,7 @@ def found_in(model: Any, path: str) -> tuple[nn.Module, int, int | None] | None:
             merged = stacked.get(join("model", path))
             if merged is not None and has_module(model, merged[0]):
                 order = [part for name, part in stacked.values() if name == merged[0]]
-                module, sizes = model.get_submodule(merged[0]), model.get_submodule(merged[0]).output_sizes
+                module = model.get_submodule(merged[0])
+                sizes = getattr(module, "base_layer", module).output_sizes  # around it: its adapters
                 return module, sum(sizes[: order.index(merged[1])]), sum(sizes)
     return None

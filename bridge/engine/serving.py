@@ -50,7 +50,7 @@ def serve(
         name, why = next(iter(engine.refused.items()))
         raise ValueError(f"{name} is not offered in this engine: {why}")
     edits = SavedEdits(engine, folders, rows)
-    insides.serve(*engine.started_with, {"host": host, "port": port}, options, edits.around)
+    insides.serve(*engine.started_with, {"host": host, "port": port}, edits.around)
 
 
 class SavedEdits:
