@@ -251,8 +251,8 @@ def repair(config: Any) -> None:
             shrink(inputs, weights, out, numbers, scaling)
             out[numbers < 0] = 0
 
-        kernels.bgmv_shrink = shrink_own
-        importlib.import_module("vllm.lora.punica_wrapper.punica_cpu").bgmv_shrink = shrink_own
+        for module in (kernels, importlib.import_module("vllm.lora.punica_wrapper.punica_cpu")):
+            setattr(module, shrink.__name__, shrink_own)
     if config.model_type != "gpt2":
         return
     backend = importlib.import_module("vllm.model_executor.models.transformers.fusers.attention")

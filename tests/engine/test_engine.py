@@ -153,7 +153,7 @@ def test_all_of_them_are_offered_and_the_others_are_refused_by_name(engine: Engi
         engine.generate([[5, 6]], 2, [[("blocks.0.attn.hook_pattern", Scale(2.0))]])
     with pytest.raises(ValueError, match="not among the points that this engine was started with"):
         engine.generate([[5, 6]], 2, [[("hook_embed", Scale(2.0))]])
-    with pytest.raises(ValueError, match="each has 1 sets of interventions, and there are 2 prompts"):
+    with pytest.raises(ValueError, match="each has 1 entries, and there are 2 prompts"):
         engine.generate([[5, 6], [7]], 2, [None])
 
 
