@@ -132,6 +132,7 @@ class Engine:
 
     Attributes:
         bridge: of the model without weights: names, axes, sizes, tokenizer.
+        adapters: the folders of its LoRA adapters, by name.
         refused: why a hook point that was asked for is not offered, by name.
 
     Raises:
@@ -155,7 +156,7 @@ class Engine:
         check_positive("rows", rows)
         self._rows, self._rank, self._probes, self._open = rows, rank, probes, False
         self._numbers = count()
-        self._adapters = {n: fspath(folder) for n, folder in (adapters or {}).items()}
+        self.adapters = {n: fspath(folder) for n, folder in (adapters or {}).items()}
         name = fspath(model)
         config = AutoConfig.from_pretrained(name)
         with torch.device("meta"):
@@ -164,7 +165,7 @@ class Engine:
         self.bridge = TransformerBridge(skeleton, _tokenizer(name))
         self._hooks = {hook.name: hook for hook in self.bridge.select_hooks(points)}
         asked = [list(self._hooks), str(dtype), rank, probes, {key: str(x) for key, x in options.items()}]
-        place = _place(name, [*asked, {n: _files(Path(folder)) for n, folder in self._adapters.items()}])
+        place = _place(name, [*asked, {n: _files(Path(folder)) for n, folder in self.adapters.items()}])
         proved, plain = _read(place), None
         if proved is None:
             # Eager attention leaves nothing out; torch's kernel knows no soft cap (Gemma 2), and vLLM's does.
@@ -182,7 +183,7 @@ class Engine:
             placed |= {f"{n} {key}": {**point, "key": key} for key in "qk"}
         #: The model, the type, and what the worker is told.
         room = {"rows": rows, "rank": rank, "probes": probes}
-        options |= insides.adapter_options(self._adapters)
+        options |= insides.adapter_options(self.adapters)
         self.started_with = name, str(dtype).removeprefix("torch."), {**room, "points": placed}, options
         self._vllm = insides.started(*self.started_with)
         self._places: dict[str, EnginePlace] = {}
@@ -210,7 +211,7 @@ class Engine:
         """What the engine says to the requests of a proof, compared; with each adapter, too, in the same passes."""
         hooks = [self._hooks[n] for n in self._hooks if n in self._places or n in self._kernels]
         proof = EngineProof(plain, hooks, self._places, dtype, self._rank, self._order if self._probes else ())
-        names = [None, *self._adapters]
+        names = [None, *self.adapters]
         asked = [
             _Asked(i * len(names) + j, request.prompt, request.new, self.edit(request.edits), request.capture, name)
             for i, request in enumerate(proof.requests)
@@ -219,7 +220,7 @@ class Engine:
         answers = sorted(self._answers(asked, False, logprobs=MOST_LIKELY), key=lambda answer: answer.index)
         found = proof.differences(answers[:: len(names)])
         hf: Any = plain.original_model
-        for j, (name, folder) in enumerate(self._adapters.items(), 1):
+        for j, (name, folder) in enumerate(self.adapters.items(), 1):
             hf.load_adapter(folder, adapter_name=name)
             hf.set_adapter(name)
             proof.bridge = TransformerBridge(hf, None)
@@ -302,6 +303,31 @@ class Engine:
             ValueError, TypeError, IndexError: as there, before anything is run; what `FromAnswers` makes is checked
                 when it is made.
         """
+        asked = self.requests(prompts, max_new_tokens, each, capture, adapter_names, prepend_bos)
+        if not any(request.made_from for request in asked):
+            return self._answers(asked, stop_at_eos, steps, **sampling)
+        if sampling.get("n", 1) != 1:
+            raise ValueError("interventions that are made from answers need one answer of each prompt: n=1")
+        order = TopologicalSorter({request.index: _waits_for(request, len(asked)) for request in asked})
+        try:
+            order.prepare()
+        except CycleError as error:
+            raise ValueError(f"requests {error.args[1]} wait for each other's answers") from None
+        return self._in_order(asked, order, stop_at_eos, steps, **sampling)
+
+    def requests(
+        self, prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor, max_new_tokens: int,
+        each: Sequence[Sequence[HookSpec] | FromAnswers | None] | None = None, capture: NamesFilter = (),
+        adapter_names: Sequence[str | None] | None = None, prepend_bos: bool | None = None,
+    ) -> list[_Asked]:  # fmt: skip
+        """Requests as they are checked and lowered; `generate` and `stream` do so themselves.
+
+        Args:
+            prompts, max_new_tokens, each, capture, adapter_names, prepend_bos: as for `generate`.
+
+        Raises:
+            ValueError, TypeError, IndexError: as there.
+        """
         check_positive("max_new_tokens", max_new_tokens)
         rows = prompts_of(self.bridge, prompts, prepend_bos)
         for name, given in (("each", each), ("adapter_names", adapter_names)):
@@ -321,16 +347,7 @@ class Engine:
             edit.check_prompt(len(row))
             self._check_seen(specs or (), names)
             asked.append(_Asked(index, row, max_new_tokens, edit, names, adapter))
-        if not any(request.made_from for request in asked):
-            return self._answers(asked, stop_at_eos, steps, **sampling)
-        if sampling.get("n", 1) != 1:
-            raise ValueError("interventions that are made from answers need one answer of each prompt: n=1")
-        order = TopologicalSorter({request.index: _waits_for(request, len(rows)) for request in asked})
-        try:
-            order.prepare()
-        except CycleError as error:
-            raise ValueError(f"requests {error.args[1]} wait for each other's answers") from None
-        return self._in_order(asked, order, stop_at_eos, steps, **sampling)
+        return asked
 
     def _in_order(
         self, asked: Sequence[_Asked], order: TopologicalSorter[int], stop_at_eos: bool, steps: bool, **sampling: Any
@@ -359,8 +376,8 @@ class Engine:
         return replace(request, edit=edit)
 
     def _check_adapter(self, name: str | None) -> None:
-        if name is not None and name not in self._adapters:
-            has = ", ".join(self._adapters) or "none"
+        if name is not None and name not in self.adapters:
+            has = ", ".join(self.adapters) or "none"
             raise ValueError(f"there is no adapter {name!r} in this engine, which has {has}: Engine(adapters=)")
 
     def check(self, each: Sequence[HookSpec] = (), capture: Sequence[str] = ()) -> None:
@@ -478,8 +495,8 @@ class Engine:
 
     def adapter(self, name: str | None) -> Any:
         """vLLM's request of an adapter."""
-        at = list(self._adapters)
-        return None if name is None else insides.lora(name, at.index(name) + 1, self._adapters[name])
+        at = list(self.adapters)
+        return None if name is None else insides.lora(name, at.index(name) + 1, self.adapters[name])
 
     def _turns(self, asked: Sequence[_Asked]) -> Iterator[list[_Asked]]:
         """Requests in turns whose different edits the tables have room for together."""

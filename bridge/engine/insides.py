@@ -133,38 +133,49 @@ def started(model: str, dtype: str, config: Mapping[str, object], options: Mappi
         config: what the worker is told.
         options: of vLLM.
     """
-    return importlib.import_module("vllm").LLM(
-        model,
-        dtype=dtype,
-        model_impl="transformers",
-        skip_tokenizer_init=True,
-        worker_cls="bridge.engine.worker.BridgeWorker",
-        additional_config={"bridge": dict(config)},
-        **options,
+    return importlib.import_module("vllm").LLM(skip_tokenizer_init=True, **_ours(model, dtype, config), **options)
+
+
+def started_async(model: str, dtype: str, config: Mapping[str, object], options: Mapping[str, Any]) -> Any:
+    """vLLM's `AsyncLLM` with the worker of ours.
+
+    Args:
+        model, dtype, config, options: as for `started`.
+    """
+    args = importlib.import_module("vllm").AsyncEngineArgs(
+        skip_tokenizer_init=True, **_ours(model, dtype, config), **options
     )
+    return importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM.from_engine_args(args)
+
+
+def _ours(model: str, dtype: str, config: Mapping[str, object]) -> dict[str, Any]:
+    """The options of vLLM that hook points stand on."""
+    return {
+        "model": model, "dtype": dtype, "model_impl": "transformers", "additional_config": {"bridge": dict(config)},
+        "worker_cls": "bridge.engine.worker.BridgeWorker",
+    }  # fmt: skip
 
 
 def serve(
     model: str, dtype: str, config: Mapping[str, object], options: Mapping[str, Any], where: Mapping[str, object],
-    around: Callable[[Any], None],
+    adapters: Mapping[str, str], around: Callable[[Any], None],
 ) -> None:  # fmt: skip
     """vLLM's OpenAI-compatible server with the worker of ours, until it is interrupted.
 
     Args:
         model, dtype, config, options: as for `started`.
         where: the host and the port.
+        adapters: the folders of adapters, by the name that a request calls its model.
         around: given the client of the engine, before there are requests.
     """
     parser = importlib.import_module("vllm.utils.argparse_utils").FlexibleArgumentParser()
     entry = importlib.import_module("vllm.entrypoints.launchers.api_server.entry")
     launcher = importlib.import_module("vllm.entrypoints.launchers.launcher")
     args = importlib.import_module("vllm.entrypoints.launchers.cli_args").make_arg_parser(parser).parse_args([])
-    ours = {
-        "model": model, "served_model_name": [model], "dtype": dtype, "model_impl": "transformers",
-        "worker_cls": "bridge.engine.worker.BridgeWorker", "additional_config": {"bridge": dict(config)},
-        "middleware": ["bridge.engine.serving.refuse_beams"],
-    }  # fmt: skip
-    for name, value in {**ours, **where, **options}.items():
+    module = importlib.import_module("vllm.entrypoints.openai.models.protocol").LoRAModulePath
+    ours: dict[str, object] = {"lora_modules": [module(name, folder) for name, folder in adapters.items()] or None}
+    ours |= {"served_model_name": [model], "middleware": ["bridge.engine.serving.refuse_beams"]}
+    for name, value in {**_ours(model, dtype, config), **ours, **where, **options}.items():
         setattr(args, name, value)
 
     async def run() -> None:
