@@ -17,6 +17,7 @@
 | an attention's ``attn`` | heads, scale, window and soft cap of that kernel, which a pattern is computed with |
 | ``LoRARequest``, ``base_layer`` | adapters; a module with adapters stands around the plain one, at its path |
 | ``lora_ops.bgmv_shrink`` | requests without an adapter, beside others that have one (`repair`) |
+| ``ColumnParallelLinear``, ``RowParallelLinear`` | whose columns are shared out over processes |
 | ``model.fusers`` | which modules of the tree were made one: a projection is some columns of that |
 """
 
@@ -45,7 +46,7 @@ _OURS = (
 )  # fmt: skip
 #: The ranks that vLLM has room for.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-_ALONE = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+_ALONE = ("pipeline_parallel_size", "data_parallel_size")
 #: The name of vLLM's attention in transformers.
 ATTENTION = "vllm"
 _NOT_TRIED = ("speculative_config", "quantization", "kv_transfer_config", "decode_context_parallel_size")
@@ -434,6 +435,22 @@ def kernel_of(module: nn.Module) -> dict[str, Any] | str:
         "scale": kernel.impl.scale, "sliding_window": kernel.sliding_window,
         "softcap": kernel.impl.logits_soft_cap or None,
     }  # fmt: skip
+
+
+def is_shared_out(module: nn.Module, kind: str) -> bool:
+    """Whether each of several processes has some columns of a module's input or output, or some heads of its kernel.
+
+    Args:
+        module: in the engine's tree.
+        kind: which of these.
+    """
+    if importlib.import_module("vllm.distributed").get_tensor_model_parallel_world_size() == 1:
+        return False
+    linear = importlib.import_module("vllm.model_executor.layers.linear")
+    plain = getattr(module, "base_layer", module)
+    if kind == "input":
+        return isinstance(plain, linear.RowParallelLinear) and bool(plain.input_is_parallel)
+    return kind == "attention" or (isinstance(plain, linear.ColumnParallelLinear) and not plain.gather_output)
 
 
 def is_compiled(runner: Any) -> bool:

@@ -137,6 +137,9 @@ class EnginePoints:
                 self.places[name] = {"refused": f"the engine's tree has no module {point['path']}"}
                 continue
             module, offset, wide = found
+            if insides.is_shared_out(module, point["kind"]):
+                self.places[name] = {"refused": f"several processes share the columns of {point['path']}"}
+                continue
             if point["kind"] == "attention":
                 kernel = insides.kernel_of(module)
                 if isinstance(kernel, str):

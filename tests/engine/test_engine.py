@@ -111,8 +111,8 @@ def operation_at(drawn: random.Random, point: str) -> Operation:
     )
 
 
-def edits_of(drawn: random.Random) -> Interventions | None:
-    points = drawn.sample(named(), drawn.choice([0, 1, 1, 2, 3]))
+def edits_of(drawn: random.Random, names: list[str] | None = None) -> Interventions | None:
+    points = drawn.sample(names or named(), drawn.choice([0, 1, 1, 2, 3]))
     return Interventions([(point, operation_at(drawn, point)) for point in points]) if points else None
 
 
