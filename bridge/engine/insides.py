@@ -49,7 +49,7 @@ _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 _ALONE = ("pipeline_parallel_size", "data_parallel_size")
 #: The name of vLLM's attention in transformers.
 ATTENTION = "vllm"
-_NOT_TRIED = ("speculative_config", "quantization", "kv_transfer_config", "decode_context_parallel_size")
+_NOT_TRIED = ("quantization", "kv_transfer_config", "decode_context_parallel_size")
 
 
 class EngineVersionError(ImportError):
@@ -90,6 +90,8 @@ def check_options(options: Mapping[str, Any]) -> None:
     if ours := [name for name in _OURS if name in options]:
         raise TypeError(f"{ours[0]} is not an option of vLLM's that can be given here, where it follows from others")
     several = [name for name in _ALONE if options.get(name, 1) != 1]
+    method = (options.get("speculative_config") or {}).get("method", "ngram")
+    several += [] if method == "ngram" else [f"speculative_config of method {method} (with ngram they were)"]
     if refused := several + [name for name in _NOT_TRIED if options.get(name)]:
         raise ValueError(f"hook points inside vLLM were not tried with {refused[0]}, so it is refused")
     if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":

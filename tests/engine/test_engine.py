@@ -400,3 +400,25 @@ def test_compiled_it_is_the_same(folder: Path, bridge: TransformerBridge) -> Non
     assert_alone(made, bridge, prompts, each, 6, ["blocks.1.hook_resid_post", "blocks.0.attn.hook_z"])
     assert_alone(made, bridge, prompts, [None] * 12, 6, ["blocks.1.hook_resid_post"])
     made.close()
+
+
+@pytest.mark.slow
+def test_tokens_that_were_guessed_leave_nothing_behind(folder: Path, bridge: TransformerBridge) -> None:
+    """Speculative decoding: some guesses are accepted, most are not, and both are at places of their request."""
+    guess = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    made = Engine(folder, named(), rows=8, rank=4, speculative_config=guess, **OPTIONS)
+    assert made.refused == {}
+    for seed in range(6):
+        drawn = random.Random(seed)
+        prompts = [
+            (prompt * 3)[:90] for prompt in prompts_of(drawn, drawn.randint(2, 16))
+        ]  # whose continuation repeats
+        each = [edits_of(drawn) for _ in prompts]
+        assert_alone(made, bridge, prompts, each, 20, drawn.sample(named(), seed % 3))
+    counted = {metric.name: int(metric.value) for metric in made._vllm.get_metrics() if metric.name in GUESSES}
+    made.close()
+    assert 0 < counted[GUESSES[0]] < counted[GUESSES[1]]
+
+
+#: How many guessed tokens were accepted, and how many there were.
+GUESSES = "vllm:spec_decode_num_accepted_tokens", "vllm:spec_decode_num_draft_tokens"

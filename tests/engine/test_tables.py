@@ -225,11 +225,14 @@ def test_another_version_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(
     "option",
-    ["tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "speculative_config", "quantization"],
+    ["pipeline_parallel_size", "data_parallel_size", "quantization"],
 )
 def test_what_was_not_tried_is_refused_by_name(option: str) -> None:
     with pytest.raises(ValueError, match=f"not tried with {option}"):
         check_options({option: 2})
+    with pytest.raises(ValueError, match="not tried with speculative_config of method eagle"):
+        check_options({"speculative_config": {"method": "eagle", "model": "somewhere"}})
+    check_options({"speculative_config": {"method": "ngram"}, "tensor_parallel_size": 2})
     for ours in ("model_impl", "enable_lora"):
         with pytest.raises(TypeError, match=ours):
             check_options({ours: True})
