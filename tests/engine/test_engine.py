@@ -302,6 +302,16 @@ def test_the_page_shows_what_happens(tmp_path: Path) -> None:
     assert len(lines) == 3 and lines[0].startswith(" Mary") and all("4, 32])" in line for line in lines)
 
 
+def test_the_page_shows_an_engine_in_an_event_loop(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "engine.md").read_text()
+    (tmp_path / "own.py").write_text(page.split("```text\n# own.py\n")[1].split("```")[0])
+    found = subprocess.run([sys.executable, "own.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stderr
+    lines = sorted(found.stdout.strip().splitlines())
+    assert len(lines) == 2 and lines[0].startswith("0.5 ") and lines[1].startswith("1.0  Mary"), lines
+    assert all("128])" in line for line in lines)
+
+
 def test_features_of_a_basis_are_seen_and_changed(engine: Engine, bridge: TransformerBridge) -> None:
     """Requests with changes of features beside plain ones; what is decoded goes on as in a run."""
     name = "blocks.0.hook_resid_post.sae"
