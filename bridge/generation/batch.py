@@ -625,7 +625,7 @@ class _Batch:
                     f"{', '.join(unsupported)} cannot be had in generate_batch, which transformers says of it: use "
                     "bridge.generate"
                 )
-            manager.warmup()  # makes what the thread would make: what it refuses is refused here
+            manager.batch_processor = manager._create_batch_processor()  # what the thread would refuse is refused here
         except BaseException:
             manager.destroy()
             self._attention.give_back()
