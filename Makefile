@@ -258,6 +258,8 @@ mutants: .mutants/touched
 # the wheels in $(WHEELS) where there are some (no network is asked for then), else from the package index. Then the tests
 # marked `gpu` (they say so where there is no accelerator), and the figures on it.
 GPU_PYTHON ?= python3
+# For each column of the tables that are measured on a processor, too.
+GPU_SECONDS ?= 8
 WHEELS ?= .whl
 GPU := .gpu
 GPU_TEST := PYTHONPATH=$(CURDIR):$(CURDIR)/$(GPU)/site $(if $(wildcard $(WHEELS)/*.whl),$(GPU_PYTHON),$(GPU)/bin/python)
@@ -271,8 +273,9 @@ else
 endif
 	$(GPU_TEST) -m pytest tests/gpu -m gpu -n 0 -rs
 	$(GPU_TEST) -c 'import torch, sys; sys.exit(None if torch.cuda.is_available() else "no accelerator, so no figures")'
-	$(GPU_TEST) benchmarks/report.py --device cuda
-	$(GPU_TEST) benchmarks/report.py --device cuda --dtype bfloat16
+	$(GPU_TEST) benchmarks/gpu.py
+	$(GPU_TEST) benchmarks/report.py --device cuda --seconds $(GPU_SECONDS)
+	$(GPU_TEST) benchmarks/report.py --device cuda --dtype bfloat16 --seconds $(GPU_SECONDS)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -111,7 +111,7 @@ def write_page(model: str | None, prompt: str | None, path: str, gguf_file: str 
     if not Path(path).absolute().parent.is_dir():
         raise CommandError(f"--report {path}: there is no folder {Path(path).absolute().parent}")
     try:
-        from bridge.cli.demo import story
+        from bridge.cli.story import story
     except ImportError as error:  # the extra is not installed: the error says which command installs it
         raise CommandError(str(error)) from error
     page = story(model, prompt, gguf_file, tp)

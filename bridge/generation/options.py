@@ -329,7 +329,7 @@ class StopStrings(StoppingCriteria):
 
     def __init__(self, strings: str | Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
         self.strings = [strings] if isinstance(strings, str) else list(strings)
-        if not self.strings or not all(self.strings):
+        if not all(self.strings):
             raise ValueError(f"stop_strings is {strings!r}; it must be a string, or several, and none of them empty")
         self.tokenizer = tokenizer
         # A token is at least a byte of text; some margin for those that are none.
@@ -465,9 +465,11 @@ def prepared(bridge: RunnableBridge, input: Input, options: GenerationOptions) -
         processors = arguments.pop("logits_processor", None) or []
         arguments["logits_processor"] = LogitsProcessorList([*processors, FrequencyPenalty(options.freq_penalty)])
     criteria = options.stopping_criteria
-    several = [criteria] if isinstance(criteria, StoppingCriteria) else list(criteria or [])
+    several = list(criteria or []) if isinstance(criteria, Sequence | None) else [criteria]
+    if wrong := [each for each in several if not callable(each)]:
+        raise TypeError(f"stopping_criteria has {wrong[0]!r}; it takes a StoppingCriteria of transformers, or several")
     arguments["stopping_criteria"] = StoppingCriteriaList(several)
-    if options.stop_strings is not None:
+    if options.stop_strings not in (None, [], ()):
         arguments["stopping_criteria"].append(StopStrings(options.stop_strings, bridge.tokenizer_facts.tokenizer))
     return prompt, arguments
 

@@ -143,7 +143,10 @@ def _parameters(function: Callable[..., object]) -> dict[str, _Parameter]:
 
 def _members(hint: Any) -> Iterator[Any]:
     """The members of a union, or the hint itself."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+    alias = typing.get_origin(hint) or hint
+    if hasattr(alias, "__value__"):  # Python 3.12's `type` statement, by which NumPy 2.5 says what `NDArray` is
+        yield from _members(alias.__value__)
+    elif alias in (typing.Union, types.UnionType):
         for part in typing.get_args(hint):
             yield from _members(part)
     else:

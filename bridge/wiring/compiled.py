@@ -6,7 +6,6 @@ direct call the model's own call does, through two torch hooks that are there wh
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 import weakref
@@ -207,17 +206,10 @@ def call_eagerly(
     """
     if not ever_compiled():
         return function(*args, **kwargs)
-    return _outside_compiled_code()(model, function, args, kwargs)
+    return torch.compiler.disable(_call)(model, function, args, kwargs)
 
 
 setattr(call_eagerly, "_torchdynamo_disable", True)  # noqa: B010 - which functions do not have otherwise
-
-
-@functools.cache
-def _outside_compiled_code() -> Callable[..., Any]:
-    """`_call`, which code that was compiled leaves to call."""
-    disabled: Callable[..., Any] = torch.compiler.disable(_call)
-    return disabled
 
 
 def _call(model: nn.Module, function: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:

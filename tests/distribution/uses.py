@@ -57,7 +57,8 @@ assert Theirs.run_with_cache and Theirs.boot_transformers
 
 #: By the name of the extra; "" where none is installed.
 USES = {
-    "": "bridge.generate('Mary and', max_new_tokens=2, do_sample=False, verbose=False); bridge.process_weights()",
+    "": "bridge.generate('Mary and', max_new_tokens=2, do_sample=False, verbose=False); bridge.process_weights()\n"
+    "from bridge.cli.main import main; assert main(['hooks', 'embedded']) == main(['demo']) == 0",
     "pictures": "from bridge import pictures; lens = bridge.lens('Mary and')\n"
     "pictures.logit_lens(lens.stack(), bridge.to_str_tokens('Mary and'), bridge).save('lens.svg')",
     "harvest": HARVEST.format(model="bridge", more=""),

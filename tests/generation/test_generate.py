@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, StoppingCriteria, T5Config, T5ForConditionalGeneration
+from transformers import (
+    CompileConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    StoppingCriteria,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from bridge import TransformerBridge
 from tests.conftest import tiny, torch_hooks
@@ -207,6 +214,7 @@ def test_endings(endless):
     assert torch.equal(endless.generate(SOME[:1], max_new_tokens=8, eos_token_id=[first, 60], **GREEDY), made[:1, :6])
 
 
+@pytest.mark.unchecked
 def test_stopping_criteria_and_strings(embedded):
     prompt = "When Mary and John went to the store, John gave a drink to"
     whole = embedded.generate(prompt, max_new_tokens=12, stop_at_eos=False, **GREEDY)
@@ -216,8 +224,13 @@ def test_stopping_criteria_and_strings(embedded):
     assert cut == whole[: whole.index(stop, len(prompt)) + len(stop)]
     assert cut == embedded.generate(prompt, max_new_tokens=12, stop_strings=["zzz", stop], **GREEDY)
     assert "".join(embedded.generate_stream(prompt, max_new_tokens=12, stop_strings=stop, **GREEDY)) == cut
-    with pytest.raises(ValueError, match="none of them empty"):
-        embedded.generate(prompt, stop_strings=[""], **GREEDY)
+    assert embedded.generate(prompt, max_new_tokens=12, stop_at_eos=False, stop_strings=[], **GREEDY) == whole
+    for empty in ("", [""]):
+        with pytest.raises(ValueError, match="none of them empty"):
+            embedded.generate(prompt, stop_strings=empty, **GREEDY)
+    for wrong in (123, [123]):
+        with pytest.raises(TypeError, match="stopping_criteria .* 123"):
+            embedded.generate(prompt, stopping_criteria=wrong, **GREEDY)
 
     class After(StoppingCriteria):
         def __call__(self, input_ids, scores, **kwargs):
@@ -380,3 +393,18 @@ def test_the_room_for_new_tokens_is_the_whole_context(embedded):
     assert bridge.generate(prompt, max_new_tokens=3, **GREEDY).shape[0] == 2
     with pytest.raises(ValueError, match=r"the prompt has 37 tokens and max_new_tokens=4.*room for 3 new tokens"):
         bridge.generate(prompt, max_new_tokens=4, **GREEDY)
+
+
+@pytest.mark.unchecked
+@torch.no_grad()
+def test_what_generate_compiles_by_itself_on_an_accelerator(tokens):
+    bridge, steps = TransformerBridge(tiny("llama")), []
+    options = {"max_new_tokens": 4, "do_sample": False, "verbose": False, "stop_at_eos": False}
+    compiled = CompileConfig(backend=lambda graph, inputs, **mode: graph.forward)
+    compiled._compile_all_devices = True
+    plain = bridge.generate(tokens, **options)
+    options |= {"cache_implementation": "static", "compile_config": compiled}
+    with bridge.hooks(fwd_hooks=[("blocks.0.attn.hook_z", lambda z, hook: steps.append(bridge.step))]):
+        assert torch.equal(bridge.generate(tokens, **options), plain)  # and torch warns of nothing
+    assert steps == list(range(4))
+    assert torch.equal(bridge.generate(tokens, **options), plain)

@@ -104,6 +104,7 @@ def test_generation_under_hooks(more: dict[str, str]) -> None:
         assert not torch.equal(bridge.generate(TOKENS, **options, **more), plain)
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 def test_compiled_decoding_gives_way_to_hooks() -> None:
     bridge = on_gpu("llama")
     options = {"max_new_tokens": 5, "do_sample": False, "verbose": False, "stop_at_eos": False}
@@ -123,7 +124,7 @@ def test_a_model_that_is_offloaded_to_the_cpu(family: str) -> None:
     offloaded = tiny(family)
     accelerate.cpu_offload(offloaded, torch.device("cuda", 0))
     there = TransformerBridge(offloaded)
-    half = [("blocks.1.hook_resid_mid", lambda x, hook: x * 0.5)]
+    half = [("blocks.1.hook_mlp_out", lambda x, hook: x * 0.5)]  # GPT-NeoX's parts are parallel: no `resid_mid`
     with torch.no_grad():
         logits, cache = there.run_with_cache(TOKENS, names_filter=NAMES)
         right, expected = here.run_with_cache(TOKENS, names_filter=NAMES)

@@ -10,6 +10,7 @@ import torch
 from beartype import beartype
 from jaxtyping import Float, Int, jaxtyped
 from torch import Tensor
+from typing_extensions import TypeAliasType, TypeVar
 
 from bridge.hooks.arguments import check_types, refuse_wrong_types, shown
 
@@ -20,6 +21,11 @@ class HasFacts(Protocol):
 
 class Named:
     cfg = "a"
+
+
+_Of = TypeVar("_Of", bound=np.generic)
+#: What NumPy 2.5 has in place of a class, from Python 3.12 on.
+ArrayOf = TypeAliasType("ArrayOf", np.ndarray[tuple[Any, ...], np.dtype[_Of]], type_params=(_Of,))
 
 
 OF: dict[str, tuple[Any, list[Any], list[Any]]] = {
@@ -33,6 +39,7 @@ OF: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "indices": (Sequence[int], [[1], np.array([1, 2])], ["1", 1, torch.tensor([1])]),
     "matrix": (Float[Tensor, "row column"], [torch.zeros(2, 3)], [torch.zeros(2), torch.zeros(2, 3).long(), [[1.0]]]),
     "ids": (Int[Tensor, "..."], [torch.tensor(1), torch.tensor([[1]])], [torch.zeros(1), 1]),
+    "aliased": (Float[Tensor, "..."] | ArrayOf[Any], [torch.zeros(2), np.zeros(2)], ["a", 1, None, [1.0]]),
     "mapping": (Mapping[str, int], [{}, {"a": 1}], [[("a", 1)], None]),
     "several of one": (tuple[int, ...], [(), (1,), (1, 2)], [(1, "2"), [1], 1]),
     "one of each": (tuple[str, int], [("a", 1)], [("a",), ("a", 1, 2), (1, "a"), ["a", 1]]),

@@ -9,7 +9,7 @@ import torch
 
 from bridge import TransformerBridge, pictures
 from bridge.circuits import edge_attribution, edge_effects
-from bridge.cli.demo import story
+from bridge.cli.story import story
 from bridge.tasks import embedded_pairs
 from tests.pictures.large import LAYERS, TOKENS, all_pictures
 
