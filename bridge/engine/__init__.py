@@ -7,7 +7,11 @@ from adapters.imports import lazily
 if TYPE_CHECKING:
     from bridge.engine.engine import Engine as Engine
     from bridge.engine.engine import EngineAnswer as EngineAnswer
+    from bridge.engine.engine import FromAnswers as FromAnswers
+    from bridge.engine.serving import AsyncEngine as AsyncEngine
     from bridge.engine.serving import serve as serve
 
-__all__ = ["Engine", "EngineAnswer", "serve"]
-__getattr__, __dir__ = lazily(__name__, Engine="engine", EngineAnswer="engine", serve="serving")
+__all__ = ["AsyncEngine", "Engine", "EngineAnswer", "FromAnswers", "serve"]
+__getattr__, __dir__ = lazily(
+    __name__, AsyncEngine="serving", Engine="engine", EngineAnswer="engine", FromAnswers="engine", serve="serving"
+)

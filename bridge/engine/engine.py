@@ -16,18 +16,23 @@ tokens, log-probabilities, and what was seen at hook points, by request.
    (`bridge.engine.proof`), once: what was found is kept as inferred declarations are.
 5. *Whose prefix is whose.* Keys and values behind an edit carry a salt made of it, so that they are shared by requests
    with that edit alone. A captured request is computed from its first token on.
+6. *Two models side by side.* A request may have a LoRA adapter (proved as points are), and interventions that are made
+   of what other requests of the call gave (`FromAnswers`), when these are done.
 
 Refused by name: points inside of a forward (scores, patterns, experts) or that are computed; operations that no row
-holds; functions; several processes, speculative decoding, LoRA and whatever else was not tried. Not known here: what
-vLLM schedules when.
+holds; functions; several processes, speculative decoding and whatever else was not tried. Not known here: what vLLM
+schedules when.
 """
 
 from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from graphlib import CycleError, TopologicalSorter
+from itertools import count
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -46,7 +51,7 @@ from adapters.views import Call, Deferred
 from adapters.views.basis import InBasis, dense
 from bridge.bridge import TransformerBridge
 from bridge.engine import insides
-from bridge.engine.proof import MOST_LIKELY, EngineProof, engine_point, widths_of
+from bridge.engine.proof import MOST_LIKELY, EngineProof, engine_point, seen_in_order, widths_of
 from bridge.engine.tables import EngineEdit, EnginePlace, base_of, lower, packed
 from bridge.generation.batch import prompts_of
 from bridge.generation.options import decode
@@ -60,7 +65,7 @@ from bridge.version import __version__
 #: The keys of sites inside attention that are computed from queries and keys.
 _COMPUTED = ("scores", "pattern")
 #: Of what is kept of a proof: a number that changes with it.
-_FORM = 2
+_FORM = 3
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,7 @@ class EngineAnswer:
         likely: for each new token, the log-probabilities that were asked for, by token.
         activations: what was captured, by canonical name, of every token that was processed (all but the last):
             ``[pos ...]``; scores and patterns ``[head pos key_pos]``, computed when they are asked for.
+        ended: it is whole; else this is what there is so far, without activations.
     """
 
     index: int
@@ -83,6 +89,30 @@ class EngineAnswer:
     text: str | None
     likely: list[dict[int, float]]
     activations: EngineActivations
+    ended: bool = True
+
+
+@dataclass(frozen=True)
+class FromAnswers:
+    """Interventions of one request that are made of what other requests of the same call gave, when these are done.
+
+    Args:
+        requests: the numbers of those, among the prompts of the call.
+        make: is given their answers, in that order; it returns the interventions.
+
+    Example:
+        >>> from bridge.engine import FromAnswers
+        >>> from bridge.interventions import AddScaled
+        >>> point = "blocks.1.hook_resid_post"
+        >>> def asked_about(base, tuned):
+        ...     apart = tuned.activations[point][-1] - base.activations[point][-1]
+        ...     return [(point, AddScaled(apart, positions=[3, 4]))]
+        >>> FromAnswers([0, 1], asked_about).requests
+        [0, 1]
+    """
+
+    requests: Sequence[int]
+    make: Callable[..., Sequence[HookSpec]]
 
 
 class Engine:
@@ -96,10 +126,13 @@ class Engine:
         dtype: of weights and activations; None: what the model's configuration says.
         rows: how many different edits the tables of a point have room for; more are done in turn.
         rank: how many directions an edit may project out at one place.
+        probes: how many probes a request may have; conditions ask what they read.
+        adapters: the folders of LoRA adapters that requests may have, as PEFT saves them, by name.
         options: of ``vllm.LLM``.
 
     Attributes:
         bridge: of the model without weights: names, axes, sizes, tokenizer.
+        adapters: the folders of its LoRA adapters, by name.
         refused: why a hook point that was asked for is not offered, by name.
 
     Raises:
@@ -116,11 +149,14 @@ class Engine:
 
     def __init__(
         self, model: str | PathLike[str], points: NamesFilter, *, dtype: torch.dtype | None = None, rows: int = 64,
-        rank: int = 1, **options: Any,
+        rank: int = 1, probes: int = 0, adapters: Mapping[str, str | PathLike[str]] | None = None, **options: Any,
     ) -> None:  # fmt: skip
         insides.check_vllm()
+        insides.check_options(options)
         check_positive("rows", rows)
-        self._rows, self._rank, self._open = rows, rank, False
+        self._rows, self._rank, self._probes, self._open = rows, rank, probes, False
+        self._numbers = count()
+        self.adapters = {n: fspath(folder) for n, folder in (adapters or {}).items()}
         name = fspath(model)
         config = AutoConfig.from_pretrained(name)
         with torch.device("meta"):
@@ -128,7 +164,8 @@ class Engine:
             skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype)
         self.bridge = TransformerBridge(skeleton, _tokenizer(name))
         self._hooks = {hook.name: hook for hook in self.bridge.select_hooks(points)}
-        place = _place(name, [list(self._hooks), str(dtype), rank, {key: str(x) for key, x in options.items()}])
+        asked = [list(self._hooks), str(dtype), rank, probes, {key: str(x) for key, x in options.items()}]
+        place = _place(name, [*asked, {n: _files(Path(folder)) for n, folder in self.adapters.items()}])
         proved, plain = _read(place), None
         if proved is None:
             # Eager attention leaves nothing out; torch's kernel knows no soft cap (Gemma 2), and vLLM's does.
@@ -136,16 +173,19 @@ class Engine:
             plain = TransformerBridge(hf, None)
             widths = widths_of(plain, list(self._hooks.values()))
             said = {n: engine_point(hook, hf, widths.get(n)) for n, hook in self._hooks.items()}
+            self._order = seen_in_order(plain, [n for n, point in said.items() if not isinstance(point, str)])
         else:
-            said = proved["points"]
+            said, self._order = proved["points"], proved["order"]
         self.refused: dict[str, str] = {n: point for n, point in said.items() if isinstance(point, str)}
         placed = {n: point for n, point in said.items() if not isinstance(point, str)}
         for n in [n for n, point in placed.items() if point["key"] in _COMPUTED]:
             point = placed.pop(n)
             placed |= {f"{n} {key}": {**point, "key": key} for key in "qk"}
         #: The model, the type, and what the worker is told.
-        self.started_with = name, str(dtype).removeprefix("torch."), {"rows": rows, "rank": rank, "points": placed}
-        self._vllm = insides.started(*self.started_with, options)
+        room = {"rows": rows, "rank": rank, "probes": probes}
+        options |= insides.adapter_options(self.adapters)
+        self.started_with = name, str(dtype).removeprefix("torch."), {**room, "points": placed}, options
+        self._vllm = insides.started(*self.started_with)
         self._places: dict[str, EnginePlace] = {}
         self._kernels: dict[str, Mapping[str, Any]] = {}
         try:
@@ -159,9 +199,7 @@ class Engine:
                 if computed != n:
                     self._kernels[computed] = found["kernel"]
             if plain is not None:
-                there = [n for n in self._hooks if n in self._places or n in self._kernels]
-                proof = EngineProof(plain, [self._hooks[n] for n in there], self._places, dtype, rank)
-                proved = {"points": said, "found": self._tried(proof)}
+                proved = {"points": said, "order": self._order, "found": self._tried(plain, dtype)}
                 _write(place, proved)
         except BaseException:
             self.close()  # nobody else can: there is no engine yet
@@ -169,14 +207,26 @@ class Engine:
         assert proved is not None
         self.refused |= {n: why for n, why in proved["found"].items() if why}
 
-    def _tried(self, proof: EngineProof) -> dict[str, str]:
-        """What the engine says to the requests of a proof, compared."""
+    def _tried(self, plain: TransformerBridge, dtype: torch.dtype) -> dict[str, str]:
+        """What the engine says to the requests of a proof, compared; with each adapter, too, in the same passes."""
+        hooks = [self._hooks[n] for n in self._hooks if n in self._places or n in self._kernels]
+        proof = EngineProof(plain, hooks, self._places, dtype, self._rank, self._order if self._probes else ())
+        names = [None, *self.adapters]
         asked = [
-            _Asked(i, request.prompt, request.new, self.edit(request.edits), request.capture)
+            _Asked(i * len(names) + j, request.prompt, request.new, self.edit(request.edits), request.capture, name)
             for i, request in enumerate(proof.requests)
+            for j, name in enumerate(names)
         ]
-        answers = self._answers(asked, False, logprobs=MOST_LIKELY)
-        return proof.differences(sorted(answers, key=lambda answer: answer.index))
+        answers = sorted(self._answers(asked, False, logprobs=MOST_LIKELY), key=lambda answer: answer.index)
+        found = proof.differences(answers[:: len(names)])
+        hf: Any = plain.original_model
+        for j, (name, folder) in enumerate(self.adapters.items(), 1):
+            hf.load_adapter(folder, adapter_name=name)
+            hf.set_adapter(name)
+            proof.bridge = TransformerBridge(hf, None)
+            said = proof.differences(answers[j :: len(names)])
+            found |= {point: f"with adapter {name} {why}" for point, why in said.items() if why and not found[point]}
+        return found
 
     def close(self) -> None:
         """Ends the engine's process."""
@@ -202,16 +252,18 @@ class Engine:
 
     def generate(
         self, prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor, max_new_tokens: int,
-        each: Sequence[Sequence[HookSpec] | None] | None = None, capture: NamesFilter = (), *, stop_at_eos: bool = True,
-        prepend_bos: bool | None = None, verbose: bool = False, **sampling: Any,
+        each: Sequence[Sequence[HookSpec] | FromAnswers | None] | None = None, capture: NamesFilter = (), *,
+        adapter_names: Sequence[str | None] | None = None, stop_at_eos: bool = True, prepend_bos: bool | None = None,
+        verbose: bool = False, **sampling: Any,
     ) -> list[EngineAnswer]:  # fmt: skip
         """Continues prompts, each under its own interventions; see `stream` for answers as they come.
 
         Args:
             prompts: texts, or tokens.
             max_new_tokens: how many may follow each.
-            each: for each prompt its interventions, or None.
+            each: for each prompt its interventions, or what makes them of other answers (`FromAnswers`), or None.
             capture: the hook points whose activations are wanted, of prompt and new tokens.
+            adapter_names: for each prompt the LoRA adapter that it has, or None.
             stop_at_eos: whether a text ends where the model ends it.
             prepend_bos: whether texts start with BOS; None: what the model says.
             verbose: show a progress bar.
@@ -221,44 +273,112 @@ class Engine:
             The answers in the order of the prompts, those of one prompt by sample.
 
         Raises:
-            ValueError: a hook point that is not offered, with the reason; an operation that cannot be here.
+            ValueError: a hook point that is not offered, with the reason; an operation that cannot be here; an unknown
+                adapter; requests that wait for each other.
             TypeError: a function in the place of an operation.
             IndexError: a position that its prompt has not.
         """
         answers = self.stream(
-            prompts, max_new_tokens, each, capture, stop_at_eos=stop_at_eos, prepend_bos=prepend_bos, **sampling
-        )
+            prompts, max_new_tokens, each, capture, adapter_names=adapter_names, stop_at_eos=stop_at_eos,
+            prepend_bos=prepend_bos, **sampling,
+        )  # fmt: skip
         total = len(prompts) * int(sampling.get("n", 1))
         shown = tqdm(answers, total=total, disable=not verbose)
         return sorted(shown, key=lambda answer: (answer.index, answer.sample))
 
     def stream(
         self, prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor, max_new_tokens: int,
-        each: Sequence[Sequence[HookSpec] | None] | None = None, capture: NamesFilter = (), *, stop_at_eos: bool = True,
+        each: Sequence[Sequence[HookSpec] | FromAnswers | None] | None = None, capture: NamesFilter = (), *,
+        adapter_names: Sequence[str | None] | None = None, steps: bool = False, stop_at_eos: bool = True,
         prepend_bos: bool | None = None, **sampling: Any,
     ) -> Iterator[EngineAnswer]:  # fmt: skip
         """The same, each answer as it comes. Leave the loop, and what is under way is aborted.
 
         Args:
-            prompts, max_new_tokens, each, capture, stop_at_eos, prepend_bos, sampling: as for `generate`.
+            prompts, max_new_tokens, each, capture, adapter_names, stop_at_eos, prepend_bos, sampling: as for
+                `generate`.
+            steps: give what there is of each answer after each step, too (`ended` is False then).
 
         Raises:
-            ValueError, TypeError, IndexError: as there, before anything is run.
+            ValueError, TypeError, IndexError: as there, before anything is run; what `FromAnswers` makes is checked
+                when it is made.
+        """
+        asked = self.requests(prompts, max_new_tokens, each, capture, adapter_names, prepend_bos)
+        if not any(request.made_from for request in asked):
+            return self._answers(asked, stop_at_eos, steps, **sampling)
+        if sampling.get("n", 1) != 1:
+            raise ValueError("interventions that are made from answers need one answer of each prompt: n=1")
+        order = TopologicalSorter({request.index: _waits_for(request, len(asked)) for request in asked})
+        try:
+            order.prepare()
+        except CycleError as error:
+            raise ValueError(f"requests {error.args[1]} wait for each other's answers") from None
+        return self._in_order(asked, order, stop_at_eos, steps, **sampling)
+
+    def requests(
+        self, prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor, max_new_tokens: int,
+        each: Sequence[Sequence[HookSpec] | FromAnswers | None] | None = None, capture: NamesFilter = (),
+        adapter_names: Sequence[str | None] | None = None, prepend_bos: bool | None = None,
+    ) -> list[_Asked]:  # fmt: skip
+        """Requests as they are checked and lowered; `generate` and `stream` do so themselves.
+
+        Args:
+            prompts, max_new_tokens, each, capture, adapter_names, prepend_bos: as for `generate`.
+
+        Raises:
+            ValueError, TypeError, IndexError: as there.
         """
         check_positive("max_new_tokens", max_new_tokens)
         rows = prompts_of(self.bridge, prompts, prepend_bos)
-        if each is not None and len(each) != len(rows):
-            raise ValueError(f"each has {len(each)} sets of interventions, and there are {len(rows)} prompts")
+        for name, given in (("each", each), ("adapter_names", adapter_names)):
+            if given is not None and len(given) != len(rows):
+                raise ValueError(f"{name} has {len(given)} entries, and there are {len(rows)} prompts")
         none = isinstance(capture, Sequence) and not isinstance(capture, str) and not capture
         names = () if none else tuple(hook.name for hook in self.bridge.select_hooks(capture))
         self._check_offered(names)
         asked, known = [], dict[int, EngineEdit]()  # what several requests share is lowered once
-        for index, (row, specs) in enumerate(zip(rows, each or [None] * len(rows), strict=True)):
+        named = zip(rows, each or [None] * len(rows), adapter_names or [None] * len(rows), strict=True)
+        for index, (row, specs, adapter) in enumerate(named):
+            self._check_adapter(adapter)
+            if isinstance(specs, FromAnswers):
+                asked.append(_Asked(index, row, max_new_tokens, _NOTHING, names, adapter, specs))
+                continue
             edit = known[id(specs)] = known.get(id(specs)) or self.edit(specs or ())
             edit.check_prompt(len(row))
             self._check_seen(specs or (), names)
-            asked.append(_Asked(index, row, max_new_tokens, edit, names))
-        return self._answers(asked, stop_at_eos, **sampling)
+            asked.append(_Asked(index, row, max_new_tokens, edit, names, adapter))
+        return asked
+
+    def _in_order(
+        self, asked: Sequence[_Asked], order: TopologicalSorter[int], stop_at_eos: bool, steps: bool, **sampling: Any
+    ) -> Iterator[EngineAnswer]:
+        """Runs requests when those are done whose answers they need."""
+        wanted = {number for request in asked if request.made_from for number in request.made_from.requests}
+        known: dict[int, EngineAnswer] = {}
+        while order.is_active():
+            ready = order.get_ready()
+            wave = [self._with_edit(asked[number], known) for number in sorted(ready)]
+            with closing(self._answers(wave, stop_at_eos, steps, **sampling)) as answers:
+                for answer in answers:
+                    if answer.ended and answer.index in wanted:
+                        known[answer.index] = answer
+                    yield answer
+            order.done(*ready)
+
+    def _with_edit(self, request: _Asked, known: Mapping[int, EngineAnswer]) -> _Asked:
+        """A request whose interventions are known now."""
+        if request.made_from is None:
+            return request
+        specs = request.made_from.make(*[known[number] for number in request.made_from.requests])
+        edit = self.edit(specs)
+        edit.check_prompt(len(request.prompt))
+        self._check_seen(specs, request.capture)
+        return replace(request, edit=edit)
+
+    def _check_adapter(self, name: str | None) -> None:
+        if name is not None and name not in self.adapters:
+            has = ", ".join(self.adapters) or "none"
+            raise ValueError(f"there is no adapter {name!r} in this engine, which has {has}: Engine(adapters=)")
 
     def check(self, each: Sequence[HookSpec] = (), capture: Sequence[str] = ()) -> None:
         """Refuses what a request cannot have; `generate` does so itself.
@@ -314,12 +434,15 @@ class Engine:
                 "and not changed: use bridge.generate_batch"
             )
         checked = Interventions([(hook.name, fn) for hook, fn in pairs], self.bridge)
-        edit = lower([(hook, fn) for (hook, _), (_, fn) in zip(pairs, checked, strict=True)], self._places, self._rank)
+        lowered = [(hook, fn) for (hook, _), (_, fn) in zip(pairs, checked, strict=True)]
+        edit = lower(lowered, self._places, self._rank, self._order, self._probes)
         if any(len(site.codes) > self._rows for site in edit.sites):
             raise ValueError(f"one request needs more rows than there are ({self._rows}): Engine(rows=)")
         return edit
 
-    def _answers(self, asked: Sequence[_Asked], stop_at_eos: bool, **sampling: Any) -> Iterator[EngineAnswer]:
+    def _answers(
+        self, asked: Sequence[_Asked], stop_at_eos: bool, steps: bool = False, **sampling: Any
+    ) -> Generator[EngineAnswer]:
         """Runs requests, as many at a time as there are rows for.
 
         Raises:
@@ -328,31 +451,52 @@ class Engine:
         if self._open:
             raise ValueError("another stream of this engine is under way: take all its answers, or leave its loop")
         self._open, engine = True, self._vllm.llm_engine
-        waiting: list[str] = []
+        by_name: dict[str, _Asked] = {}
         try:
             for turn in self._turns(asked):
                 edits = {request.edit.key: request.edit for request in turn if request.edit.sites}
                 self._vllm.collective_rpc("bridge_edit", args=packed(list(edits.values())))
                 for request in turn:
-                    salt = {"cache_salt": request.edit.key} if request.edit.sites else {}
-                    ticket = {"number": request.index, "capture": self._kept_for(request.capture)}
-                    ticket |= {"edit": request.edit.key} if salt else {}
-                    params = insides.sampling(request.new, stop_at_eos, ticket, sampling)
-                    waiting.append(str(request.index))
-                    engine.add_request(waiting[-1], {"prompt_token_ids": request.prompt, **salt}, params)
-                by_name = {str(request.index): request for request in turn}
+                    name = str(next(self._numbers))
+                    prompt, ticket = self.asked(request, int(name))
+                    params = insides.sampling(request.new, stop_at_eos, steps, ticket, sampling)
+                    by_name[name] = request
+                    engine.add_request(name, prompt, params, lora_request=self.adapter(request.adapter))
+                so_far: dict[str, dict[int, Any]] = {}
                 while engine.has_unfinished_requests():
-                    ended = [out for out in engine.step() if out.finished]
-                    for out in ended:
-                        waiting.remove(out.request_id)
-                    numbers = [int(out.request_id) for out in ended if by_name[out.request_id].capture]
+                    found = engine.step()
+                    for out in found:
+                        so_far.setdefault(out.request_id, {}).update({one.index: one for one in out.outputs})
+                    ended = [out.request_id for out in found if out.finished]
+                    for name in [out.request_id for out in found if not out.finished]:
+                        yield from self.made(by_name[name], list(so_far[name].values()), name, None)
+                    numbers = [int(name) for name in ended if by_name[name].capture]
                     data = self._vllm.collective_rpc("bridge_take", args=(numbers,))[0] if numbers else None
                     captured = tensors_of(data) if data is not None else {}
-                    for out in ended:
-                        yield from self._made(by_name[out.request_id], out.outputs, captured)
+                    for name in ended:
+                        yield from self.made(by_name.pop(name), list(so_far.pop(name).values()), name, captured)
         finally:
             self._open = False
-            engine.abort_request(waiting)
+            engine.abort_request(list(by_name))
+            if numbers := [int(name) for name, request in by_name.items() if request.capture]:
+                self._vllm.collective_rpc("bridge_take", args=(numbers,))  # nobody wants it any more
+
+    def asked(self, request: _Asked, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What vLLM is asked of a request, and what the worker is told of it.
+
+        Args:
+            request: the request.
+            number: of what is captured of it.
+        """
+        salt = {"cache_salt": request.edit.key} if request.edit.sites else {}
+        ticket = {"number": number, "capture": self._kept_for(request.capture), "adapter": request.adapter}
+        ticket |= {"edit": request.edit.key} if salt else {}
+        return {"prompt_token_ids": request.prompt, **salt}, ticket
+
+    def adapter(self, name: str | None) -> Any:
+        """vLLM's request of an adapter."""
+        at = list(self.adapters)
+        return None if name is None else insides.lora(name, at.index(name) + 1, self.adapters[name])
 
     def _turns(self, asked: Sequence[_Asked]) -> Iterator[list[_Asked]]:
         """Requests in turns whose different edits the tables have room for together."""
@@ -370,19 +514,30 @@ class Engine:
             turn.append(request)
         yield turn
 
-    def _made(self, request: _Asked, outputs: Sequence[Any], captured: Mapping[str, Tensor]) -> Iterator[EngineAnswer]:
-        """The answers to one request."""
+    def made(
+        self, request: _Asked, outputs: Sequence[Any], number: str, captured: Mapping[str, Tensor] | None
+    ) -> Iterator[EngineAnswer]:
+        """The answers to one request.
+
+        Args:
+            request: the request.
+            outputs: vLLM's.
+            number: of what was captured.
+            captured: that; None: it has not ended.
+        """
         for out in outputs:
             seen: dict[str, Tensor | Deferred] = {}
-            for name in self._kept_for(request.capture):
-                x = captured[f"{request.index}/{out.index}/{name}"][: len(request.prompt) + len(out.token_ids) - 1]
-                seen[name] = x.reshape(len(x), *self._places[name].shape)
-            seen = {name: self._shown(name, seen) for name in request.capture}
+            if captured is not None:
+                for name in self._kept_for(request.capture):
+                    x = captured[f"{number}/{out.index}/{name}"][: len(request.prompt) + len(out.token_ids) - 1]
+                    seen[name] = x.reshape(len(x), *self._places[name].shape)
+                seen = {name: self._shown(name, seen) for name in request.capture}
             likely = [{token: float(found.logprob) for token, found in one.items()} for one in out.logprobs or ()]
             text = None if self.bridge.tokenizer is None else decode(self.bridge, out.token_ids)
             yield EngineAnswer(
-                request.index, out.index, torch.tensor(list(out.token_ids)), text, likely, EngineActivations(seen)
-            )
+                request.index, out.index, torch.tensor(list(out.token_ids)), text, likely, EngineActivations(seen),
+                captured is not None,
+            )  # fmt: skip
 
     def _kept_for(self, names: Sequence[str]) -> list[str]:
         """What has to be captured, so that hook points are known."""
@@ -454,13 +609,34 @@ class EngineActivations(Mapping[str, Tensor]):
 
 @dataclass(frozen=True)
 class _Asked:
-    """A request: its prompt as tokens, its edit, what is captured."""
+    """A request: its prompt as tokens, its edit, what is captured, its adapter, what its edit is made from."""
 
     index: int
     prompt: list[int]
     new: int
     edit: EngineEdit
     capture: tuple[str, ...]
+    adapter: str | None = None
+    made_from: FromAnswers | None = None
+
+
+#: The edit of a request that has none, or none yet.
+_NOTHING = lower((), {}, 0)
+
+
+def _waits_for(request: _Asked, total: int) -> Sequence[int]:
+    """The numbers of the requests whose answers one needs.
+
+    Raises:
+        ValueError: there is no such request.
+    """
+    numbers = request.made_from.requests if request.made_from is not None else ()
+    for number in numbers:
+        if type(number) is not int or not 0 <= number < total:
+            raise ValueError(
+                f"each[{request.index}] is made from request {number!r}, and there are {total}: 0 to {total - 1}"
+            )
+    return numbers
 
 
 def _tokenizer(name: str) -> Any:
@@ -481,9 +657,19 @@ def _place(name: str, asked: Sequence[object]) -> Path | None:
     if (where := kept.folder()) is None:
         return None
     folder = Path(name) if Path(name).is_dir() else Path(str(cached_file(name, CONFIG_NAME))).parent
-    files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.iterdir())]
-    of = [files, (folder / CONFIG_NAME).read_text(), __version__, insides.vllm_version(), transformers.__version__]
+    of = [
+        _files(folder),
+        (folder / CONFIG_NAME).read_text(),
+        __version__,
+        insides.vllm_version(),
+        transformers.__version__,
+    ]
     return where / f"engine-{kept.digest(json.dumps([*of, torch.__version__, _FORM, *asked]))}.json"
+
+
+def _files(folder: Path) -> list[tuple[str, int, int]]:
+    """What the files of a folder are known by."""
+    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.iterdir())]
 
 
 def _read(place: Path | None) -> dict[str, Any] | None:

@@ -15,6 +15,9 @@
 | block tables, ``kv_cache``, ``_zero_block_ids`` | what is no number stays with its request |
 | transformers' attention ``vllm`` | what queries and keys are as the kernel is given them: rotated |
 | an attention's ``attn`` | heads, scale, window and soft cap of that kernel, which a pattern is computed with |
+| ``LoRARequest``, ``base_layer`` | adapters; a module with adapters stands around the plain one, at its path |
+| ``lora_ops.bgmv_shrink`` | requests without an adapter, beside others that have one (`repair`) |
+| ``ColumnParallelLinear``, ``RowParallelLinear`` | whose columns are shared out over processes |
 | ``model.fusers`` | which modules of the tree were made one: a projection is some columns of that |
 """
 
@@ -23,9 +26,11 @@ from __future__ import annotations
 import asyncio
 import importlib
 import importlib.metadata
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,13 +38,18 @@ from torch import Tensor, nn
 from adapters.points import has_module, join
 
 #: The versions that were tried (docs/engine.md says with what).
-TRIED = ("0.32",)
+TRIED = ("0.31", "0.32")
 #: Options of vLLM that the hook points stand on, or that were not tried with them.
-_OURS = ("model_impl", "worker_cls", "additional_config", "skip_tokenizer_init", "dtype")
-_ALONE = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+_OURS = (
+    "model_impl", "worker_cls", "additional_config", "skip_tokenizer_init", "dtype", "enable_lora", "max_loras",
+    "max_lora_rank",
+)  # fmt: skip
+#: The ranks that vLLM has room for.
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+_ALONE = ("pipeline_parallel_size", "data_parallel_size")
 #: The name of vLLM's attention in transformers.
 ATTENTION = "vllm"
-_NOT_TRIED = ("speculative_config", "enable_lora", "quantization", "kv_transfer_config", "decode_context_parallel_size")
+_NOT_TRIED = ("quantization", "kv_transfer_config", "decode_context_parallel_size")
 
 
 class EngineVersionError(ImportError):
@@ -70,6 +80,53 @@ def check_vllm() -> None:
         )
 
 
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuses options of vLLM's, and an environment, that hook points cannot be with.
+
+    Raises:
+        TypeError: an option that is not for the user to give.
+        ValueError: one that was not tried with hook points; an engine in this very process.
+    """
+    if ours := [name for name in _OURS if name in options]:
+        raise TypeError(f"{ours[0]} is not an option of vLLM's that can be given here, where it follows from others")
+    several = [name for name in _ALONE if options.get(name, 1) != 1]
+    method = (options.get("speculative_config") or {}).get("method", "ngram")
+    several += [] if method == "ngram" else [f"speculative_config of method {method} (with ngram they were)"]
+    if refused := several + [name for name in _NOT_TRIED if options.get(name)]:
+        raise ValueError(f"hook points inside vLLM were not tried with {refused[0]}, so it is refused")
+    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+        raise ValueError(
+            "VLLM_ENABLE_V1_MULTIPROCESSING is 0: vLLM changes transformers' classes in its process, where no plain "
+            "model could be compared with it any more. Leave the engine a process of its own"
+        )
+
+
+def adapter_options(adapters: Mapping[str, str]) -> dict[str, Any]:
+    """The options of vLLM that LoRA adapters need.
+
+    Args:
+        adapters: their folders, by name.
+
+    Raises:
+        ValueError: one that has no LoRA, or a rank that vLLM has no room for.
+    """
+    ranks = [1]
+    for name, folder in adapters.items():
+        said = json.loads((Path(folder) / "adapter_config.json").read_text())
+        if said.get("peft_type") != "LORA":
+            raise ValueError(f"adapter {name} is {said.get('peft_type')}, and vLLM has LORA alone")
+        ranks += [said["r"], *(said.get("rank_pattern") or {}).values()]
+    if max(ranks) > _RANKS[-1]:
+        raise ValueError(f"an adapter has rank {max(ranks)}, and vLLM has room for {_RANKS[-1]}")
+    most = next(rank for rank in _RANKS if rank >= max(ranks))
+    return {"enable_lora": True, "max_loras": len(adapters), "max_lora_rank": most} if adapters else {}
+
+
+def lora(name: str, number: int, folder: str) -> Any:
+    """vLLM's request of an adapter, which has a number of its own, from 1."""
+    return importlib.import_module("vllm.lora.request").LoRARequest(name, number, folder)
+
+
 def started(model: str, dtype: str, config: Mapping[str, object], options: Mapping[str, Any]) -> Any:
     """vLLM's `LLM` with the worker of ours.
 
@@ -78,53 +135,50 @@ def started(model: str, dtype: str, config: Mapping[str, object], options: Mappi
         dtype: of weights and activations.
         config: what the worker is told.
         options: of vLLM.
-
-    Raises:
-        TypeError: an option that is not for the user to give.
-        ValueError: one that was not tried with hook points; an engine in this very process.
     """
-    if ours := [name for name in _OURS if name in options]:
-        raise TypeError(f"{ours[0]} is not an option of vLLM's that can be given here")
-    several = [name for name in _ALONE if options.get(name, 1) != 1]
-    if refused := several + [name for name in _NOT_TRIED if options.get(name)]:
-        raise ValueError(f"hook points inside vLLM were not tried with {refused[0]}, so it is refused")
-    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
-        raise ValueError(
-            "VLLM_ENABLE_V1_MULTIPROCESSING is 0: vLLM changes transformers' classes in its process, where no plain "
-            "model could be compared with it any more. Leave the engine a process of its own"
-        )
-    return importlib.import_module("vllm").LLM(
-        model,
-        dtype=dtype,
-        model_impl="transformers",
-        skip_tokenizer_init=True,
-        worker_cls="bridge.engine.worker.BridgeWorker",
-        additional_config={"bridge": dict(config)},
-        **options,
+    return importlib.import_module("vllm").LLM(skip_tokenizer_init=True, **_ours(model, dtype, config), **options)
+
+
+def started_async(model: str, dtype: str, config: Mapping[str, object], options: Mapping[str, Any]) -> Any:
+    """vLLM's `AsyncLLM` with the worker of ours.
+
+    Args:
+        model, dtype, config, options: as for `started`.
+    """
+    args = importlib.import_module("vllm").AsyncEngineArgs(
+        skip_tokenizer_init=True, **_ours(model, dtype, config), **options
     )
+    return importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM.from_engine_args(args)
+
+
+def _ours(model: str, dtype: str, config: Mapping[str, object]) -> dict[str, Any]:
+    """The options of vLLM that hook points stand on."""
+    return {
+        "model": model, "dtype": dtype, "model_impl": "transformers", "additional_config": {"bridge": dict(config)},
+        "worker_cls": "bridge.engine.worker.BridgeWorker",
+    }  # fmt: skip
 
 
 def serve(
-    model: str, dtype: str, config: Mapping[str, object], where: Mapping[str, object], options: Mapping[str, Any],
-    around: Callable[[Any], None],
+    model: str, dtype: str, config: Mapping[str, object], options: Mapping[str, Any], where: Mapping[str, object],
+    adapters: Mapping[str, str], around: Callable[[Any], None],
 ) -> None:  # fmt: skip
     """vLLM's OpenAI-compatible server with the worker of ours, until it is interrupted.
 
     Args:
         model, dtype, config, options: as for `started`.
         where: the host and the port.
+        adapters: the folders of adapters, by the name that a request calls its model.
         around: given the client of the engine, before there are requests.
     """
     parser = importlib.import_module("vllm.utils.argparse_utils").FlexibleArgumentParser()
     entry = importlib.import_module("vllm.entrypoints.launchers.api_server.entry")
     launcher = importlib.import_module("vllm.entrypoints.launchers.launcher")
     args = importlib.import_module("vllm.entrypoints.launchers.cli_args").make_arg_parser(parser).parse_args([])
-    ours = {
-        "model": model, "served_model_name": [model], "dtype": dtype, "model_impl": "transformers",
-        "worker_cls": "bridge.engine.worker.BridgeWorker", "additional_config": {"bridge": dict(config)},
-        "middleware": ["bridge.engine.serving.refuse_beams"],
-    }  # fmt: skip
-    for name, value in {**ours, **where, **options}.items():
+    module = importlib.import_module("vllm.entrypoints.openai.models.protocol").LoRAModulePath
+    ours: dict[str, object] = {"lora_modules": [module(name, folder) for name, folder in adapters.items()] or None}
+    ours |= {"served_model_name": [model], "middleware": ["bridge.engine.serving.refuse_beams"]}
+    for name, value in {**_ours(model, dtype, config), **ours, **where, **options}.items():
         setattr(args, name, value)
 
     async def run() -> None:
@@ -143,12 +197,13 @@ def json_response(said: object, code: int) -> Any:
     return importlib.import_module("fastapi.responses").JSONResponse(said, status_code=code)
 
 
-def sampling(new: int, ended: bool, ticket: Mapping[str, object], more: Mapping[str, Any]) -> Any:
+def sampling(new: int, ended: bool, steps: bool, ticket: Mapping[str, object], more: Mapping[str, Any]) -> Any:
     """vLLM's `SamplingParams` of a request.
 
     Args:
         new: how many tokens it may generate.
         ended: it ends with the model's token for that.
+        steps: what there is is told after each step.
         ticket: what the worker is told of it.
         more: of vLLM; greedy without.
     """
@@ -162,8 +217,9 @@ def sampling(new: int, ended: bool, ticket: Mapping[str, object], more: Mapping[
         **more,
     }
     vllm = importlib.import_module("vllm")
-    whole = importlib.import_module("vllm.sampling_params").RequestOutputKind.FINAL_ONLY  # all samples, when all ended
-    return vllm.SamplingParams(output_kind=whole, **asked)
+    kinds = importlib.import_module("vllm.sampling_params").RequestOutputKind
+    kind = kinds.CUMULATIVE if steps else kinds.FINAL_ONLY  # all samples, when all ended
+    return vllm.SamplingParams(output_kind=kind, **asked)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -190,7 +246,10 @@ def worker_class() -> type:
 
 
 def repair(config: Any) -> None:
-    """Puts right what vLLM's Transformers backend does to one type of model, before that is loaded.
+    """Puts right what vLLM does to requests beside adapters, and its Transformers backend to one type of model.
+
+    Adapters on processors (0.31.0, 0.32.0): a request without one has the number -1, and torch takes the last adapter's
+    weights for it. Zeros are put in their place.
 
     GPT-2 (0.32.0): its attention joins the heads itself, and is given them joined; and what it does not load from old
     files, ``attn.bias``, is taken for a part of the name of its biases, ``c_attn.bias``, which stay zero.
@@ -198,6 +257,16 @@ def repair(config: Any) -> None:
     Args:
         config: transformers' of the model.
     """
+    kernels = importlib.import_module("vllm.lora.ops.torch_ops.lora_ops")
+    shrink = kernels.bgmv_shrink
+    if shrink.__name__ != "shrink_own":  # once in a process
+
+        def shrink_own(inputs: Tensor, weights: Tensor, out: Tensor, numbers: Tensor, scaling: float = 1.0) -> None:
+            shrink(inputs, weights, out, numbers, scaling)
+            out[numbers < 0] = 0
+
+        for module in (kernels, importlib.import_module("vllm.lora.punica_wrapper.punica_cpu")):
+            setattr(module, shrink.__name__, shrink_own)
     if config.model_type != "gpt2":
         return
     backend = importlib.import_module("vllm.model_executor.models.transformers.fusers.attention")
@@ -279,14 +348,14 @@ def zero_begun_blocks(runner: Any, spans: Sequence[Span], edited: set[int]) -> N
     stale: set[int] = set()
     for table in runner.input_batch.block_table.block_tables:
         for place, span in enumerate(spans):
-            if not edited and not span.ticket.get("edit"):
+            if not edited and not _altered(span):
                 continue
             last = span.first + span.end - span.begin
             first, last = -(-span.first // table.block_size), -(-last // table.block_size)
             begun = set(table.block_table.np[place, first:last].tolist())
             stale |= begun & edited
             edited ^= begun & edited
-            if span.ticket.get("edit"):
+            if _altered(span):
                 edited |= begun
     if stale and runner.device.type != "cpu":
         runner._zero_block_ids(sorted(stale))
@@ -297,6 +366,11 @@ def zero_begun_blocks(runner: Any, spans: Sequence[Span], edited: set[int]) -> N
             cache.data_ptr(): cache for cache in caches if isinstance(cache, Tensor) and cache.numel()
         }.values():
             cache[sorted(stale)] = 0
+
+
+def _altered(span: Span) -> bool:
+    """Whether a request has something of its own that may make what is no number."""
+    return bool(span.ticket.get("edit") or span.ticket.get("adapter"))
 
 
 def around_passes(runner: Any, begin: Callable[[], list[Span]], end: Callable[[Sequence[Span]], None]) -> None:
@@ -365,6 +439,22 @@ def kernel_of(module: nn.Module) -> dict[str, Any] | str:
     }  # fmt: skip
 
 
+def is_shared_out(module: nn.Module, kind: str) -> bool:
+    """Whether each of several processes has some columns of a module's input or output, or some heads of its kernel.
+
+    Args:
+        module: in the engine's tree.
+        kind: which of these.
+    """
+    if importlib.import_module("vllm.distributed").get_tensor_model_parallel_world_size() == 1:
+        return False
+    linear = importlib.import_module("vllm.model_executor.layers.linear")
+    plain = getattr(module, "base_layer", module)
+    if kind == "input":
+        return isinstance(plain, linear.RowParallelLinear) and bool(plain.input_is_parallel)
+    return kind == "attention" or (isinstance(plain, linear.ColumnParallelLinear) and not plain.gather_output)
+
+
 def is_compiled(runner: Any) -> bool:
     """Whether the pass is traced once, and what Python says later is not heard."""
     return bool(runner.vllm_config.compilation_config.mode)
@@ -389,6 +479,7 @@ def found_in(model: Any, path: str) -> tuple[nn.Module, int, int | None] | None:
             merged = stacked.get(join("model", path))
             if merged is not None and has_module(model, merged[0]):
                 order = [part for name, part in stacked.values() if name == merged[0]]
-                module, sizes = model.get_submodule(merged[0]), model.get_submodule(merged[0]).output_sizes
+                module = model.get_submodule(merged[0])
+                sizes = getattr(module, "base_layer", module).output_sizes  # around it: its adapters
                 return module, sum(sizes[: order.index(merged[1])]), sum(sizes)
     return None

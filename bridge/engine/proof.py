@@ -22,7 +22,7 @@ from adapters.views.attention import HeadsFirst, MaskedScores
 from bridge.bridge import TransformerBridge
 from bridge.engine.tables import EnginePlace
 from bridge.hooks.hooks import HookPoint
-from bridge.interventions import Add, AddScaled, Cap, Interventions, Operation, ProjectOut, Scale, Set
+from bridge.interventions import Add, AddScaled, Cap, Interventions, Operation, Probe, ProjectOut, Scale, Set
 
 #: As what the arguments of attention, and what is computed from them, can be seen in an engine.
 _INSIDE: dict[str, tuple[type[View], ...]] = {
@@ -107,6 +107,14 @@ def widths_of(bridge: TransformerBridge, hooks: Sequence[HookPoint]) -> dict[str
     return found
 
 
+def seen_in_order(bridge: TransformerBridge, names: Sequence[str]) -> list[str]:
+    """Hook points in the order in which a run comes by."""
+    order: list[str] = []
+    hooks = [(name, lambda x, hook: order.append(hook.name)) for name in names]
+    bridge.run_with_hooks(torch.tensor([[1, 0]]), return_type=None, fwd_hooks=hooks)
+    return order
+
+
 @dataclass(frozen=True)
 class ProofRequest:
     """One of the requests that an engine is tried with.
@@ -116,12 +124,14 @@ class ProofRequest:
         new: how many are generated.
         edits: the interventions.
         capture: whose activations are compared.
+        edited: the point that is tried.
     """
 
     prompt: list[int]
     new: int
     edits: Interventions
     capture: tuple[str, ...]
+    edited: str = ""
 
 
 class EngineProof:
@@ -133,11 +143,12 @@ class EngineProof:
         places: of them.
         dtype: in which the engine computes.
         rank: how many directions its tables have room for.
+        order: the points in the order of a pass, where there are probes; the first that can have one is read.
     """
 
     def __init__(
         self, bridge: TransformerBridge, hooks: Sequence[HookPoint], places: Mapping[str, EnginePlace],
-        dtype: torch.dtype, rank: int,
+        dtype: torch.dtype, rank: int, order: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self.bridge, self.places, self.dtype, self.rank = bridge, places, dtype, rank
         self.drawn = torch.Generator().manual_seed(0)
@@ -150,7 +161,24 @@ class EngineProof:
             if hook.name not in places:  # it is computed afterwards, and not edited
                 continue
             edits = Interventions([(hook.name, operation) for operation in self._operations(hook, cache[hook.name])])
-            self.requests.append(ProofRequest(prompt, 1, edits, ()))
+            self.requests.append(ProofRequest(prompt, 1, edits, (), hook.name))
+        self.requests += self._conditions(prompt, cache, [name for name in order if name in places])
+
+    def _conditions(self, prompt: list[int], cache: Mapping[str, Tensor], order: Sequence[str]) -> list[ProofRequest]:
+        """For each point a request that changes it where the first in a pass reads more than in half of the tokens."""
+        first = next((at for at, name in enumerate(order) if cache[name].ndim == 3), None)
+        if first is None:
+            return []
+        direction = torch.randn(cache[order[first]].shape[-1], generator=self.drawn)
+        read = (cache[order[first]][0].float() @ direction).sort().values
+        probe = Probe(direction, "read")
+        found = []
+        for name in order[first:]:
+            value = cache[name][0, 0].float().std() * torch.randn(cache[name].shape[2:], generator=self.drawn)
+            level = float(read[len(read) // 2 - 1 : len(read) // 2 + 1].mean())  # between two, so that rounding is none
+            pairs = [(order[first], probe), (name, Set(value, where=probe > level))]
+            found.append(ProofRequest(prompt, 1, Interventions(pairs), (), name))
+        return found
 
     def _prompt(self, length: int) -> list[int]:
         high, longest = max(2, self.bridge.cfg.d_vocab), (self.bridge.cfg.n_ctx or length + _NEW) - _NEW
@@ -173,7 +201,7 @@ class EngineProof:
     def _alone(self, model: TransformerBridge, request: ProofRequest, tokens: Sequence[int]) -> tuple[Tensor, Any]:
         """Log-probabilities behind each token, and what was seen at the points."""
         with model.hooks(fwd_hooks=list(request.edits)):
-            names = list(request.capture) or [name for name, _ in request.edits]
+            names = list(request.capture) or [request.edited]
             logits, cache = model.run_with_cache(torch.tensor([list(tokens)]), names_filter=names)
         return logits[0].float().log_softmax(-1), cache
 
@@ -199,7 +227,7 @@ class EngineProof:
                 likely = torch.tensor(list(answer.likely[0].values()))
                 others = [logs[len(request.prompt) - 1][ids] for logs, _ in rounded]
                 what = "the effect of an edit there"
-                self._compare(found, request.edits[0][0], what, likely, said[len(request.prompt) - 1][ids], others)
+                self._compare(found, request.edited, what, likely, said[len(request.prompt) - 1][ids], others)
         return found
 
     def _compare(

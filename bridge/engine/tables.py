@@ -8,15 +8,18 @@ where g_r makes zero of what is not above threshold[r]: a cap, or a feature of a
 asked of the operation itself, on zeros, ones and its own directions, and tried on random numbers, so there is no second
 meaning of an operation here. Several at one place become one map, in their order; where they choose tokens
 differently, there is a row for each choice that a token can meet (`lower`).
+
+A probe is a row, too: what it reads of a token goes into a column of its own, next to all places, and a row with a
+condition does something where that column says so.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 import torch
@@ -31,8 +34,10 @@ from bridge.interventions.operations import (
     Add,
     AddScaled,
     Cap,
+    Condition,
     Kept,
     Operation,
+    Probe,
     ProjectOnto,
     ProjectOut,
     Scale,
@@ -45,12 +50,13 @@ from bridge.interventions.operations import (
 
 #: What can be a row of a table.
 LOWERED = (Add, Scale, Set, Zero, ProjectOut, ProjectOnto, AddScaled, Cap)
-#: How many choices of tokens may meet at one place.
-_CHOICES = 3
+#: How many sets of choices of tokens may meet at one place.
+_CODES = 256
 #: How many features of a basis one operation may change by their values.
 _FEATURES = 64
-#: The tables.
+#: The tables; those of probes and conditions are there only in engines that have them.
 TABLES = ("scale", "add", "norm", "out", "read", "bias", "threshold")
+CONDITIONS = ("probe", "probe_bias", "probes", "asks", "level")
 
 
 @dataclass(frozen=True)
@@ -151,16 +157,15 @@ def row_of(operation: Operation, hook: HookPoint, place: EnginePlace) -> RowMap:
         ValueError: it cannot be a row of a table.
     """
     name = f"{type(operation).__name__} at {hook.name}"
-    if type(operation) not in LOWERED or operation.where is not None or operation.keys is not None:
-        also = "with a condition, " if operation.where is not None else ""
+    if type(operation) not in LOWERED or operation.keys is not None:
         raise ValueError(
-            f"{name} {also}cannot be had in an engine, which has {', '.join(kind.__name__ for kind in LOWERED)}: use "
-            "bridge.generate_batch"
+            f"{name} cannot be had in an engine, which has {', '.join(kind.__name__ for kind in LOWERED)} and "
+            "Probe: use bridge.generate_batch"
         )
     operation.check_alone(hook)
     if isinstance(hook.view, InBasis):
         return _row_of_features(operation, hook, hook.view, place, name).at(place)
-    still = replace(operation, positions=None, part="all", from_step=0)
+    still = replace(operation, positions=None, part="all", from_step=0, where=None)
     width = len(place.columns)
 
     def made(x: Tensor) -> Tensor:
@@ -227,7 +232,8 @@ def _row_of_features(operation: Operation, hook: HookPoint, view: InBasis, place
             f"{name} cannot be had in an engine, which changes features of a vector by Add, Scale, Set and Zero where "
             "what the basis does not explain is kept: use bridge.generate_batch"
         )
-    still, like = replace(operation, positions=None, part="all", from_step=0), _tensor_of(view)
+    still = replace(operation, positions=None, part="all", from_step=0, where=None)
+    like = _tensor_of(view)
     encode = lambda x: dense(view.encode(x.to(like)[None]))[0].double()
     decode = lambda f, x: view.decoded(f.to(like)[None], x.to(like)[None])[0].double()
     changed = lambda f: still(f[None], hook)[0].expand_as(f)
@@ -327,6 +333,21 @@ class TokenChoice:
         assert kept is None or isinstance(kept, slice | tuple)
         return cls(kept, operation.part, operation.from_step)
 
+    def meets(self, other: TokenChoice) -> bool:
+        """Whether there may be a token that both are of."""
+        if {self._of_prompt(), other._of_prompt()} == {True, False}:
+            return False
+        mine, theirs = self.positions, other.positions
+        if not isinstance(mine, tuple) or not isinstance(theirs, tuple):
+            return True
+        return len({place < 0 for place in (*mine, *theirs)}) == 2 or bool({*mine} & {*theirs})
+
+    def _of_prompt(self) -> bool | None:
+        """Whether it is of the prompt alone, or (False) of what is generated alone."""
+        if self.positions is not None or self.part == "prompt":
+            return True
+        return False if self.part == "generated" or self.from_step else None
+
     def mask(self, first: int, length: int, prompt: int) -> Tensor:
         """Which of some tokens, ``[length]``.
 
@@ -353,7 +374,7 @@ class SiteRows:
     Attributes:
         site: its number.
         choices: of tokens; a token that the first and third are true of has the code 1 + 4, one that none is true of 0.
-        codes: those that have a row.
+        codes: those that have a row, from the least.
         tables: by name, ``[row ...]``.
     """
 
@@ -390,64 +411,178 @@ def base_of(hook: HookPoint) -> str:
     return hook.name.rpartition(".")[0] if isinstance(hook.view, InBasis) else hook.name
 
 
-def lower(pairs: Sequence[tuple[HookPoint, Any]], places: Mapping[str, EnginePlace], rank: int) -> EngineEdit:
+def lower(
+    pairs: Sequence[tuple[HookPoint, Any]], places: Mapping[str, EnginePlace], rank: int,
+    order: Sequence[str] = (), probes: int = 0,
+) -> EngineEdit:  # fmt: skip
     """Interventions as rows of tables.
 
     Args:
         pairs: hook points and operations, in the order in which they act.
         places: of the hook points.
         rank: how many directions a row has room for.
+        order: the names of the hook points, as a pass comes by.
+        probes: how many probes a request may have.
 
     Raises:
         ValueError: something that cannot be a row.
         TypeError: a function.
     """
-    at_site: dict[int, list[tuple[str, Operation, RowMap]]] = {}
+    at_site: dict[int, list[_Lowered]] = {}
+    came: Counter[str] = Counter()
     for hook, operation in pairs:
         if not isinstance(operation, Operation):
             raise TypeError(
                 f"the intervention at {hook.name} is {operation!r}, a function, and an engine's pass holds no Python: "
                 "use an operation of bridge.interventions, or bridge.generate_batch"
             )
-        place = places[base_of(hook)]
-        at_site.setdefault(place.site, []).append((hook.name, operation, row_of(operation, hook, place)))
-    sites = tuple(_site_rows(site, found, rank) for site, found in at_site.items())
+        place, name = places[base_of(hook)], base_of(hook)
+        when = order.index(name) if name in order else 0, came[name]
+        came[name] += 1
+        row = None if isinstance(operation, Probe) else row_of(operation, hook, place)
+        at_site.setdefault(place.site, []).append(_Lowered(hook, operation, row, place, when))
+    slots = _slots([its for found in at_site.values() for its in found], probes)
+    sites = tuple([_site_rows(site, found, rank, slots, probes) for site, found in at_site.items()])
     total = hashlib.sha256(str([(site.site, site.choices, site.codes) for site in sites]).encode())
     for table in (table for site in sites for table in site.tables.values()):
         total.update(f"{list(table.shape)}".encode() + table.numpy().tobytes())
     return EngineEdit(total.hexdigest(), sites)
 
 
-def _site_rows(site: int, found: Sequence[tuple[str, Operation, RowMap]], rank: int) -> SiteRows:
-    names = ", ".join(f"{type(operation).__name__} at {name}" for name, operation, _ in found)
-    choices = [TokenChoice.of(operation) for _, operation, _ in found]
-    several = [TokenChoice(), *choices]  # that of all tokens needs no row of its own; a slice has no hash
-    distinct = [choice for place, choice in enumerate(several) if choice not in several[:place]][1:]
-    if len(distinct) > _CHOICES:
-        raise ValueError(f"{names}: at most {_CHOICES} choices of tokens can meet at one place of an engine")
-    rows: dict[int, RowMap] = {}
-    for held in product((False, True), repeat=len(distinct)):
-        true = [TokenChoice(), *(choice for choice, holds in zip(distinct, held, strict=True) if holds)]
-        maps = [made for choice, (_, _, made) in zip(choices, found, strict=True) if choice in true]
-        if not maps:
+@dataclass(frozen=True)
+class _Lowered:
+    """One operation of a request: at which hook point, as which row (a probe has none), when in a pass."""
+
+    hook: HookPoint
+    operation: Operation
+    row: RowMap | None
+    place: EnginePlace
+    when: tuple[int, int]
+
+    @property
+    def shown(self) -> str:
+        return f"{type(self.operation).__name__} at {self.hook.name}"
+
+
+def _slots(found: Sequence[_Lowered], probes: int) -> dict[str, int]:
+    """The column that each probe's readings have.
+
+    Raises:
+        ValueError: there is no room for so many; a condition that nothing can be read for in time; a probe of features.
+    """
+    reading = [(its.when, its.operation) for its in found if isinstance(its.operation, Probe)]
+    slots = {name: at for at, name in enumerate(dict.fromkeys(probe.name for _, probe in reading))}
+    for its in found:
+        its.operation.check_alone(its.hook)
+        if its.row is None and isinstance(its.hook.view, InBasis):
+            raise ValueError(f"{its.shown} cannot be had in an engine, which computes features when a pass is over")
+    if len(slots) > probes:
+        raise ValueError(f"{len(slots)} probes, and this engine has room for {probes}: Engine(probes=)")
+    for its in found:
+        where = its.operation.where
+        if where is None:
             continue
-        if any(made.norm.any() for made in maps[1:]):
-            raise ValueError(f"{names}: AddScaled can only be the first at one place of an engine")
-        whole = maps[0]
-        try:
-            for made in maps[1:]:
-                whole = whole.then(made)
-        except ValueError as error:
-            raise ValueError(f"{names}: {error}") from None
-        if len(whole.out) > rank:
+        if where.over == "rows":
             raise ValueError(
-                f"{names}: {len(whole.out)} directions, and this engine has room for {rank}: Engine(rank=)"
+                f"{its.shown} asks for the highest reading of all tokens, and in an engine a prompt may be in several "
+                'passes, of which the first knows nothing of the last: use over="tokens", or bridge.generate_batch'
             )
-        rows[sum(2**place for place, holds in enumerate(held) if holds)] = whole
+        if not any(when < its.when and probe.name == where.probe for when, probe in reading):
+            raise ValueError(
+                f"{its.shown} asks what the probe {where.probe!r} read, and no such probe is at a point that comes "
+                "before: [(earlier point, probe), (this point, operation)]"
+            )
+    return slots
+
+
+def _site_rows(site: int, found: Sequence[_Lowered], rank: int, slots: Mapping[str, int], probes: int) -> SiteRows:
+    names, width = ", ".join(its.shown for its in found), found[0].place.width
+    reading = sorted([its for its in found if its.row is None], key=lambda its: its.when)
+    changing = [(TokenChoice.of(its.operation), its) for its in found if its.row is not None]
+    if reading and changing and reading[-1].when > min(its.when for _, its in changing):
+        raise ValueError(f"{names}: at one place of an engine a probe reads before anything is changed")
+    several = [TokenChoice(), *(choice for choice, _ in changing)]  # all tokens need no row of their own
+    distinct = [choice for place, choice in enumerate(several) if choice not in several[:place]][1:]  # no hash
+    rows: dict[int, RowMap] = {}
+    conditions: dict[int, Condition | None] = {}
+    for held in _met(distinct, names):
+        true = [TokenChoice(), *(distinct[place] for place in held)]
+        acting = [its for choice, its in changing if choice in true]
+        if not acting and not reading:
+            continue
+        code = sum(2**place for place in held)
+        wheres = list(dict.fromkeys(its.operation.where for its in acting))
+        if len(wheres) > 1:
+            raise ValueError(f"{names}: what meets at one token and place of an engine needs the same condition")
+        conditions[code] = wheres[0] if wheres else None
+        rows[code] = _together([its.row for its in acting if its.row is not None], width, rank, names)
+    codes = tuple(sorted(rows))
     room = lambda x: torch.cat([x, x.new_zeros(rank - len(x), *x.shape[1:])])
-    tables = {name: torch.stack([getattr(row, name) for row in rows.values()]) for name in TABLES[:3]}
-    tables |= {name: torch.stack([room(getattr(row, name)) for row in rows.values()]) for name in TABLES[3:]}
-    return SiteRows(site, tuple(distinct), tuple(rows), {name: table.float() for name, table in tables.items()})
+    tables = {name: torch.stack([getattr(rows[code], name) for code in codes]) for name in TABLES[:3]}
+    tables |= {name: torch.stack([room(getattr(rows[code], name)) for code in codes]) for name in TABLES[3:]}
+    if probes:
+        tables |= _condition_rows(reading, [conditions[code] for code in codes], slots, probes, width)
+    return SiteRows(site, tuple(distinct), codes, {name: table.float() for name, table in tables.items()})
+
+
+def _met(choices: Sequence[TokenChoice], names: str) -> list[tuple[int, ...]]:
+    """Which choices a token may be of together.
+
+    Raises:
+        ValueError: too many.
+    """
+    met: list[tuple[int, ...]] = [()]
+    for new, choice in enumerate(choices):
+        met += [(*held, new) for held in met if all(choices[place].meets(choice) for place in held)]
+        if len(met) > _CODES:
+            raise ValueError(f"{names}: too many choices of tokens can meet at one place of an engine")
+    return met
+
+
+def _together(maps: Sequence[RowMap], width: int, rank: int, names: str) -> RowMap:
+    """Several maps, one after the other.
+
+    Raises:
+        ValueError: no row holds them.
+    """
+    if any(made.norm.any() for made in maps[1:]):
+        raise ValueError(f"{names}: AddScaled can only be the first at one place of an engine")
+    whole = maps[0] if maps else RowMap.of(torch.ones(width, dtype=torch.float64))
+    try:
+        for made in maps[1:]:
+            whole = whole.then(made)
+    except ValueError as error:
+        raise ValueError(f"{names}: {error}") from None
+    if len(whole.out) > rank:
+        raise ValueError(f"{names}: {len(whole.out)} directions, and this engine has room for {rank}: Engine(rank=)")
+    return whole
+
+
+def _condition_rows(
+    reading: Sequence[_Lowered], conditions: Sequence[Condition | None], slots: Mapping[str, int], probes: int,
+    width: int,
+) -> dict[str, Tensor]:  # fmt: skip
+    """What the rows of a place read, and ask: the same probes for each, and its own condition.
+
+    Raises:
+        ValueError: a probe whose numbers are of another width.
+    """
+    direction, bias, read = torch.zeros(probes, width), torch.zeros(probes), torch.zeros(probes)
+    for its in reading:
+        assert isinstance(its.operation, Probe)
+        slot, columns = slots[its.operation.name], torch.tensor(its.place.columns)
+        given, offset = (torch.as_tensor(getattr(its.operation, name)).float() for name in Probe.numbers)
+        if len(given) != len(columns):
+            raise ValueError(f"{its.shown} has a direction of {len(given)} entries; there are {len(columns)}")
+        direction[slot] = torch.zeros(width).index_copy(0, columns, given)
+        bias[slot], read[slot] = offset, 1.0
+    asks, level = torch.zeros(len(conditions), probes), torch.full((len(conditions),), -torch.inf)
+    for row, where in enumerate(conditions):
+        if where is not None:
+            sign = 1.0 if where.above else -1.0
+            asks[row, slots[where.probe]], level[row] = sign, sign * where.threshold
+    same = lambda x: x.expand(len(conditions), *x.shape).contiguous()
+    return {"probe": same(direction), "probe_bias": same(bias), "probes": same(read), "asks": asks, "level": level}
 
 
 def packed(edits: Sequence[EngineEdit]) -> tuple[str, bytes]:
@@ -478,7 +613,8 @@ def unpacked(said: str, data: bytes) -> list[EngineEdit]:
                 TokenChoice(slice(*index) if ranged else None if index is None else tuple(index), part, step)
                 for ranged, index, part, step in choices
             ]
-            tables = {name: tensors[f"{number}.{place}.{name}"] for name in TABLES}
+            known = [name for name in (*TABLES, *CONDITIONS) if f"{number}.{place}.{name}" in tensors]
+            tables = {name: tensors[f"{number}.{place}.{name}"] for name in known}
             made.append(SiteRows(site, tuple(kept), tuple(codes), tables))
         edits.append(EngineEdit(key, tuple(made)))
     return edits

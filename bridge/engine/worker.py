@@ -35,13 +35,15 @@ class EngineSite:
         width: how many columns the tensor has.
         room: the numbers of rows, directions, tokens.
         like: a tensor of the model's type and device.
+        readings: what probes read of each token, of all sites; None: there are none.
     """
 
     def __init__(
         self, module: nn.Module, kind: str, key: int | str | None, through: bool, width: int,
-        room: tuple[int, int, int], like: Tensor,
+        room: tuple[int, int, int], like: Tensor, readings: Tensor | None,
     ) -> None:  # fmt: skip
         rows, rank, tokens = room
+        self.probing = readings is not None
         self.module, self.tag, self.key, self.through = module, f"_bridge_{kind}_{key}", key, through
         self.editing = self.keeping = True  # while the pass is traced; eager ones are told each time
         tables = {"scale": like.new_ones(rows, width), "add": like.new_zeros(rows, width)}
@@ -49,6 +51,10 @@ class EngineSite:
         tables |= {"out": like.new_zeros(rows, rank, width), "read": like.new_zeros(rows, rank, width)}
         tables |= {"bias": like.new_zeros(rows, rank), "threshold": like.new_zeros(rows, rank)}
         tables["row"] = torch.zeros(tokens, dtype=torch.long, device=like.device)
+        if readings is not None:
+            tables |= {"readings": readings, "probe": like.new_zeros(rows, readings.shape[1], width)}
+            tables |= {name: readings.new_zeros(rows, readings.shape[1]) for name in ("probe_bias", "probes", "asks")}
+            tables["level"] = readings.new_full((rows,), -torch.inf)
         for name, table in tables.items():
             module.register_buffer(f"{self.tag}_{name}", table, persistent=False)
         if kind == "input":
@@ -85,11 +91,22 @@ class EngineSite:
             along = (x.unsqueeze(-2) * self.table("read")[row]).sum(-1) + self.table("bias")[row]
             along = torch.where(along > self.table("threshold")[row], along, 0.0)
             new = new + (along.unsqueeze(-1) * self.table("out")[row]).sum(-2)
-            new = torch.where((row > 0).unsqueeze(-1), new, x)  # bit by bit what it was, whatever it was
+            acts = row > 0
+            if self.probing:
+                acts = acts & self._holds(x, row)
+            new = torch.where(acts.unsqueeze(-1), new, x)  # bit by bit what it was, whatever it was
             x = x.copy_(new) if self.through else new
         if self.keeping:
             self.table("kept")[:tokens].copy_(x.reshape(tokens, x.shape[-1]))
         return x
+
+    def _holds(self, x: Tensor, row: Tensor) -> Tensor:
+        """Notes what probes read of tokens, and says for which of them the condition of their row holds."""
+        readings = self.table("readings")[: len(row)]
+        read = (x.reshape(len(row), 1, -1) * self.table("probe")[row]).sum(-1).float() + self.table("probe_bias")[row]
+        readings.copy_(torch.where(self.table("probes")[row] > 0, read, readings))
+        asks = self.table("asks")[row]  # what is not asked for may be no number
+        return torch.where(asks != 0, readings * asks, 0.0).sum(-1) > self.table("level")[row]
 
 
 class EnginePoints:
@@ -97,7 +114,7 @@ class EnginePoints:
 
     Args:
         runner: vLLM's.
-        config: of the points, by name: path, kind, key, through, width, columns; and ``rows``, ``rank``.
+        config: of the points, by name: path, kind, key, through, width, columns; and ``rows``, ``rank``, ``probes``.
     """
 
     def __init__(self, runner: Any, config: Mapping[str, Any]) -> None:
@@ -105,11 +122,14 @@ class EnginePoints:
         self.sites: list[EngineSite] = []
         self.places: dict[str, dict[str, object]] = {}
         self.columns: dict[str, tuple[int, Tensor]] = {}
-        self.edits: dict[str, list[tuple[SiteRows, Tensor]]] = {}
+        self.edits: dict[str, list[tuple[SiteRows, int]]] = {}
         self.captures: Captures = {}
         self.edited_blocks: set[int] = set()
         room = (config["rows"] + 1, config["rank"], runner.max_num_tokens)
         like = next(runner.model.parameters()).detach().new_zeros(0, dtype=runner.dtype)
+        probes, readings = config["probes"], None
+        if probes:
+            readings = torch.zeros(runner.max_num_tokens, probes, device=like.device)
         known: dict[tuple[nn.Module, str, object], int] = {}
         for name, point in config["points"].items():
             found = insides.found_in(runner.model, point["path"])
@@ -117,6 +137,9 @@ class EnginePoints:
                 self.places[name] = {"refused": f"the engine's tree has no module {point['path']}"}
                 continue
             module, offset, wide = found
+            if insides.is_shared_out(module, point["kind"]):
+                self.places[name] = {"refused": f"several processes share the columns of {point['path']}"}
+                continue
             if point["kind"] == "attention":
                 kernel = insides.kernel_of(module)
                 if isinstance(kernel, str):
@@ -129,7 +152,7 @@ class EnginePoints:
             at = (module, point["kind"], point["key"])
             if at not in known:
                 known[at] = len(self.sites)
-                self.sites.append(EngineSite(*at, point["through"], width, room, like))
+                self.sites.append(EngineSite(*at, point["through"], width, room, like, readings))
             columns = [column + offset for column in point["columns"]]
             self.columns[name] = known[at], torch.tensor(columns, device=like.device)
             place = {"site": known[at], "width": width, "columns": columns, "shape": point["shape"]}
@@ -137,12 +160,12 @@ class EnginePoints:
         insides.around_passes(runner, self._begin, self._end)
 
     def edit(self, said: str, data: bytes) -> None:
-        """Fills the tables with the rows of some edits, and forgets those before.
+        """Fills the tables with the rows of some edits; those before are forgotten.
 
         Args:
             said, data: see `packed`.
         """
-        self.edits, self.captures = {}, {}
+        self.edits = {}
         free = [1] * len(self.sites)
         for edit in unpacked(said, data):
             rows = []
@@ -151,9 +174,7 @@ class EnginePoints:
                 free[site.site] = end = begin + len(site.codes)
                 for name, table in site.tables.items():
                     self.sites[site.site].table(name)[begin:end].copy_(table)
-                lookup = torch.zeros(2 ** len(site.choices), dtype=torch.long)
-                lookup[torch.tensor(site.codes)] = torch.arange(begin, end)
-                rows.append((site, lookup))
+                rows.append((site, begin))
             self.edits[edit.key] = rows
 
     def _begin(self) -> list[insides.Span]:
@@ -164,12 +185,14 @@ class EnginePoints:
         rows: dict[int, Tensor] = {}
         for span in spans:
             # A server may have put others into the tables since: then this pass of it is nobody's any more.
-            for at, lookup in self.edits.get(span.ticket.get("edit", ""), ()):
+            for at, begin in self.edits.get(span.ticket.get("edit", ""), ()):
                 row = rows.setdefault(at.site, torch.zeros(total, dtype=torch.long))
-                length, code = span.end - span.begin, 0
+                code = torch.zeros(span.end - span.begin, dtype=torch.long)
                 for place, choice in enumerate(at.choices):
-                    code = code + choice.mask(span.first, length, span.prompt).long() * 2**place
-                row[span.begin : span.end] = lookup[code]
+                    code += choice.mask(span.first, len(code), span.prompt).long() * 2**place
+                codes = torch.tensor(at.codes)
+                found = torch.searchsorted(codes, code).clamp(max=len(codes) - 1)
+                row[span.begin : span.end] = torch.where(codes[found] == code, found + begin, 0)
         asked = {self.columns[name][0] for span in spans for name in span.ticket.get("capture", ())}
         for number, site in enumerate(self.sites):
             if self.compiled or site.editing:

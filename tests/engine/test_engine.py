@@ -111,8 +111,8 @@ def operation_at(drawn: random.Random, point: str) -> Operation:
     )
 
 
-def edits_of(drawn: random.Random) -> Interventions | None:
-    points = drawn.sample(named(), drawn.choice([0, 1, 1, 2, 3]))
+def edits_of(drawn: random.Random, names: list[str] | None = None) -> Interventions | None:
+    points = drawn.sample(names or named(), drawn.choice([0, 1, 1, 2, 3]))
     return Interventions([(point, operation_at(drawn, point)) for point in points]) if points else None
 
 
@@ -153,7 +153,7 @@ def test_all_of_them_are_offered_and_the_others_are_refused_by_name(engine: Engi
         engine.generate([[5, 6]], 2, [[("blocks.0.attn.hook_pattern", Scale(2.0))]])
     with pytest.raises(ValueError, match="not among the points that this engine was started with"):
         engine.generate([[5, 6]], 2, [[("hook_embed", Scale(2.0))]])
-    with pytest.raises(ValueError, match="each has 1 sets of interventions, and there are 2 prompts"):
+    with pytest.raises(ValueError, match="each has 1 entries, and there are 2 prompts"):
         engine.generate([[5, 6], [7]], 2, [None])
 
 
@@ -302,6 +302,16 @@ def test_the_page_shows_what_happens(tmp_path: Path) -> None:
     assert len(lines) == 3 and lines[0].startswith(" Mary") and all("4, 32])" in line for line in lines)
 
 
+def test_the_page_shows_an_engine_in_an_event_loop(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "engine.md").read_text()
+    (tmp_path / "own.py").write_text(page.split("```text\n# own.py\n")[1].split("```")[0])
+    found = subprocess.run([sys.executable, "own.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stderr
+    lines = sorted(found.stdout.strip().splitlines())
+    assert len(lines) == 2 and lines[0].startswith("0.5 ") and lines[1].startswith("1.0  Mary"), lines
+    assert all("128])" in line for line in lines)
+
+
 def test_features_of_a_basis_are_seen_and_changed(engine: Engine, bridge: TransformerBridge) -> None:
     """Requests with changes of features beside plain ones; what is decoded goes on as in a run."""
     name = "blocks.0.hook_resid_post.sae"
@@ -400,3 +410,25 @@ def test_compiled_it_is_the_same(folder: Path, bridge: TransformerBridge) -> Non
     assert_alone(made, bridge, prompts, each, 6, ["blocks.1.hook_resid_post", "blocks.0.attn.hook_z"])
     assert_alone(made, bridge, prompts, [None] * 12, 6, ["blocks.1.hook_resid_post"])
     made.close()
+
+
+@pytest.mark.slow
+def test_tokens_that_were_guessed_leave_nothing_behind(folder: Path, bridge: TransformerBridge) -> None:
+    """Speculative decoding: some guesses are accepted, most are not, and both are at places of their request."""
+    guess = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    made = Engine(folder, named(), rows=8, rank=4, speculative_config=guess, **OPTIONS)
+    assert made.refused == {}
+    for seed in range(6):
+        drawn = random.Random(seed)
+        prompts = [
+            (prompt * 3)[:90] for prompt in prompts_of(drawn, drawn.randint(2, 16))
+        ]  # whose continuation repeats
+        each = [edits_of(drawn) for _ in prompts]
+        assert_alone(made, bridge, prompts, each, 20, drawn.sample(named(), seed % 3))
+    counted = {metric.name: int(metric.value) for metric in made._vllm.get_metrics() if metric.name in GUESSES}
+    made.close()
+    assert 0 < counted[GUESSES[0]] < counted[GUESSES[1]]
+
+
+#: How many guessed tokens were accepted, and how many there were.
+GUESSES = "vllm:spec_decode_num_accepted_tokens", "vllm:spec_decode_num_draft_tokens"

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 
@@ -44,20 +45,36 @@ def edits(bridge: TransformerBridge) -> dict[str, Interventions]:
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory, edits: dict[str, Interventions]) -> Iterator[str]:
-    """The server of docs/engine.md, on a port of its own, with room for two edits at once."""
+def tuned() -> peft.PeftModel:
+    """A LoRA adapter with random weights."""
+    model = TransformerBridge.boot_embedded().original_model
+    torch.manual_seed(1)
+    made = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"]))
+    for name, parameter in made.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return made
+
+
+@pytest.fixture(scope="module")
+def address(
+    tmp_path_factory: pytest.TempPathFactory, edits: dict[str, Interventions], tuned: peft.PeftModel
+) -> Iterator[str]:
+    """The server of docs/engine.md, on a port of its own, with room for two edits at once, and an adapter."""
     folder = tmp_path_factory.mktemp("served")
     (folder / "saved").mkdir()
     for name, its in edits.items():
         its.save(folder / "saved" / f"{name}.safetensors")
     edits["add"].save(folder / "outside.safetensors")
+    tuned.save_pretrained(folder / "tuned")
     (folder / "saved" / "link.safetensors").symlink_to(folder / "outside.safetensors")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     page = (Path(__file__).parents[2] / "docs" / "engine.md").read_text()
     code = page.split("```text\n# serve.py\n")[1].split("```")[0]
-    more = f"port={port}, rows=2, enforce_eager=True, max_model_len=128, gpu_memory_utilization=0.05"
+    more = f"port={port}, adapters={{'tuned': 'tuned'}}, rows=2, enforce_eager=True, max_model_len=128, "
+    more += "gpu_memory_utilization=0.05"
     assert "port=8000" in code
     (folder / "serve.py").write_text(code.replace("port=8000", more))
     with (folder / "log").open("w") as log:
@@ -141,3 +158,22 @@ def test_beams_with_interventions_are_refused(address: str) -> None:
     )  # fmt: skip
     assert code == 400 and "use_beam_search" in str(text)
     assert asked(address, "Mary and", use_beam_search=True, n=2)[0] == 200
+
+
+def test_an_adapter_is_named_as_the_model(
+    address: str, bridge: TransformerBridge, edits: dict[str, Interventions], tuned: peft.PeftModel
+) -> None:
+    """Requests with the adapter beside others, with the same edits and prompts."""
+    adapted = TransformerBridge(tuned.merge_and_unload(), bridge.tokenizer)
+    rows = [(prompt, name, its) for prompt in PROMPTS for name in (None, "add") for its in (bridge, adapted)] * 2
+
+    def ask(row: tuple[str, str | None, TransformerBridge]) -> tuple[int, object]:
+        prompt, name, its = row
+        more: dict[str, Any] = {} if name is None else {"vllm_xargs": {"interventions": f"{name}.safetensors"}}
+        return asked(address, prompt, **more, **({} if its is bridge else {"model": "tuned"}))
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(ask, rows))
+    for (prompt, name, its), answer in zip(rows, answers, strict=True):
+        assert answer == (200, alone(its, prompt, edits[name] if name else None)), (prompt, name, its is bridge)
+    assert answers[0] != answers[1]

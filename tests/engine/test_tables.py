@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from bridge import TransformerBridge
-from bridge.engine.insides import EngineVersionError, check_vllm, started, vllm_version
+from bridge.engine.insides import EngineVersionError, check_options, check_vllm, vllm_version
 from bridge.engine.proof import engine_point, widths_of
 from bridge.engine.serving import SavedEdits
 from bridge.engine.tables import LOWERED, EngineEdit, EnginePlace, SiteRows, lower, packed, row_of, unpacked
@@ -183,10 +183,8 @@ def test_the_key_is_of_what_is_done(bridge: TransformerBridge) -> None:
 
 def test_what_no_row_holds_is_refused_by_name(bridge: TransformerBridge) -> None:
     hook, places = bridge.hook_dict["blocks.1.hook_resid_post"], {"blocks.1.hook_resid_post": STREAM}
-    probe = Probe(draw(D), "sure")
-    for operation in (Clamp(0.0, 1.0), probe, Add(1.0, where=probe > 0.5)):
-        with pytest.raises(ValueError, match=f"{type(operation).__name__} at blocks.1.hook_resid_post"):
-            lower([(hook, operation)], places, 1)
+    with pytest.raises(ValueError, match=r"Clamp at blocks.1.hook_resid_post cannot be had in an engine"):
+        lower([(hook, Clamp(0.0, 1.0))], places, 1)
     assert {kind.__name__ for kind in LOWERED} <= set(OPERATIONS)
     with pytest.raises(TypeError, match="a function"):
         lower([(hook, lambda x, hook: x)], places, 1)
@@ -196,8 +194,8 @@ def test_what_no_row_holds_is_refused_by_name(bridge: TransformerBridge) -> None
         lower([(hook, Scale(2.0)), (hook, AddScaled(draw(D)))], places, 1)
     with pytest.raises(ValueError, match=r"Cap at .*: a cap or a feature that others change before"):
         lower([(hook, ProjectOut(draw(D))), (hook, Cap(draw(D, seed=1), 0.0))], places, 2)
-    with pytest.raises(ValueError, match="at most 3 choices of tokens"):
-        lower([(hook, Add(1.0, positions=place)) for place in range(4)], places, 1)
+    with pytest.raises(ValueError, match="too many choices of tokens"):
+        lower([(hook, Add(1.0, positions=slice(place, None))) for place in range(9)], places, 1)
     with pytest.raises(ValueError, match="a part of a tensor"):
         row_of(AddScaled(draw(D_HEAD)), bridge.hook_dict["blocks.1.attn.hook_q"], QUERIES)
     with pytest.raises(IndexError, match="a position is 7, and there are 5"):
@@ -221,16 +219,23 @@ def test_which_points_an_engine_may_have(bridge: TransformerBridge) -> None:
 def test_another_version_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.19.1")
     assert vllm_version() == "0.19.1"
-    with pytest.raises(EngineVersionError, match=r"works with vLLM 0\.32, and 0\.19\.1 is installed"):
+    with pytest.raises(EngineVersionError, match=r"works with vLLM 0\.31 and 0\.32, and 0\.19\.1 is installed"):
         check_vllm()
 
 
-@pytest.mark.parametrize("option", ["tensor_parallel_size", "speculative_config", "enable_lora"])
+@pytest.mark.parametrize(
+    "option",
+    ["pipeline_parallel_size", "data_parallel_size", "quantization"],
+)
 def test_what_was_not_tried_is_refused_by_name(option: str) -> None:
     with pytest.raises(ValueError, match=f"not tried with {option}"):
-        started("nowhere", "float32", {}, {option: 2})
-    with pytest.raises(TypeError, match="model_impl"):
-        started("nowhere", "float32", {}, {"model_impl": "vllm"})
+        check_options({option: 2})
+    with pytest.raises(ValueError, match="not tried with speculative_config of method eagle"):
+        check_options({"speculative_config": {"method": "eagle", "model": "somewhere"}})
+    check_options({"speculative_config": {"method": "ngram"}, "tensor_parallel_size": 2})
+    for ours in ("model_impl", "enable_lora"):
+        with pytest.raises(TypeError, match=ours):
+            check_options({ours: True})
 
 
 def test_the_library_does_not_import_vllm() -> None:
@@ -280,3 +285,70 @@ def test_an_edit_is_there_when_its_request_begins_also_after_one_that_failed_or_
             assert await asyncio.wait_for(asks("two"), 5) == ["two"]
 
     asyncio.run(run())
+
+
+def test_placeholders_have_a_row_each(bridge: TransformerBridge) -> None:
+    """Vectors at many tokens: these never meet, so a row is one vector, also beside an edit of all tokens."""
+    hook = bridge.hook_dict["blocks.1.hook_resid_post"]
+    vectors = draw(40, D, seed=3)
+    pairs = [(hook, AddScaled(vector, positions=place)) for place, vector in enumerate(vectors)]
+    pairs += [(hook, Scale(0.5)), (hook, Add(1.0, part="generated"))]
+    (rows,) = lower(pairs, {hook.name: STREAM}, 1).sites
+    assert len(rows.codes) == 40 + 2
+    x = draw(45, D, seed=4)
+    wanted = x.clone()
+    wanted[:40] += vectors * (x[:40].norm(dim=-1) / vectors.norm(dim=-1))[:, None]
+    wanted *= 0.5
+    wanted[42:] += 1
+    assert torch.allclose(applied(rows, x, 42), wanted, atol=1e-5)
+
+
+NAMES = [
+    f"blocks.{layer}.{name}" for layer in range(2) for name in ("hook_resid_pre", "attn.hook_q", "hook_resid_post")
+]
+PLACES = {name: replace(QUERIES if "attn" in name else STREAM, site=number) for number, name in enumerate(NAMES)}
+
+
+def test_a_condition_asks_the_column_of_its_probe(bridge: TransformerBridge) -> None:
+    sure, late = Probe(draw(D), "sure", bias=0.5), Probe(draw(D, seed=1), "late")
+    specs = [
+        (NAMES[0], sure), (NAMES[2], late), (NAMES[2], Add(1.0, where=sure < 2.0, positions=1)),
+        (NAMES[4], Zero(heads=1, where=late > -1.0)),
+    ]  # fmt: skip
+    edit = lower([(bridge.hook_dict[name], fn) for name, fn in specs], PLACES, 1, NAMES, 3)
+    first, third, fifth = edit.sites
+    assert first.codes == (0,) and third.codes == (0, 1)  # of tokens that no operation chooses, probes read, too
+    assert first.tables["probes"].tolist() == [[1.0, 0.0, 0.0]] and third.tables["probes"][0].tolist() == [
+        0.0,
+        1.0,
+        0.0,
+    ]
+    assert torch.equal(first.tables["probe"][0, 0], draw(D)) and float(first.tables["probe_bias"][0, 0]) == 0.5
+    assert third.tables["asks"].tolist() == [[0.0] * 3, [-1.0, 0.0, 0.0]]
+    assert third.tables["level"].tolist() == [-torch.inf, -2.0]
+    assert fifth.tables["asks"].tolist() == [[0.0, 1.0, 0.0]] and fifth.tables["level"].tolist() == [-1.0]
+    ((again, _, _),) = (made.sites for made in unpacked(*packed([edit])))
+    assert torch.equal(again.tables["probe"], first.tables["probe"])
+
+
+def test_conditions_that_no_pass_can_hold_are_refused(bridge: TransformerBridge) -> None:
+    sure = Probe(draw(D), "sure")
+
+    def made(*specs: tuple[str, Operation], probes: int = 1) -> EngineEdit:
+        return lower([(bridge.hook_dict[name], fn) for name, fn in specs], PLACES, 1, NAMES, probes)
+
+    for specs, why in (
+        ([(NAMES[2], sure), (NAMES[0], Add(1.0, where=sure > 0.0))], "no such probe is at a point that comes before"),
+        ([(NAMES[2], Add(1.0, where=sure > 0.0)), (NAMES[2], sure)], "no such probe is at a point that comes before"),
+        ([(NAMES[2], Add(1.0, where=sure > 0.0))], "no such probe is at a point that comes before"),
+        ([(NAMES[2], Add(1.0)), (NAMES[2], sure)], "a probe reads before anything is changed"),
+        ([(NAMES[0], sure), (NAMES[2], Add(1.0)), (NAMES[2], Zero(where=sure > 0.0))], "needs the same condition"),
+        ([(NAMES[0], sure), (NAMES[2], Probe(draw(D), "b"))], r"2 probes, and .* room for 1: Engine\(probes=\)"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            made(*specs)
+    rows = Probe(draw(D), "sure", over="rows")
+    with pytest.raises(ValueError, match="a prompt may be in several passes"):
+        made((NAMES[0], rows), (NAMES[2], Zero(where=rows > 0.0)))
+    with pytest.raises(ValueError, match=r"room for 0: Engine\(probes=\)"):
+        made((NAMES[0], sure), probes=0)
