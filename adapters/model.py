@@ -57,7 +57,9 @@ class ModelMap:
         weights = ("unembed.W_U", "unembed.b_U")
         names = {**names, **self._feeding(names)}
         there = {*weights, *(point.name for point in self.points)}
-        more = _standing_on({name: why for name, why in names.items() if name in there})  # what was there is gone
+        # Rotated queries may be there where nobody knows what makes them: queries that were there take them along.
+        of_kernels = (".hook_q", ".hook_k")
+        more = _standing_on({x: why for x, why in names.items() if x in there or not x.endswith(of_kernels)})
         names = {**names, **{name: more[name] for name in more if name in there}}
         points = [point for point in self.points if not _is_among(point.name, names)]
         left = {point.name for point in points}
