@@ -267,7 +267,8 @@ versions of torch were not tried with several processes.
 
 The lower bounds in `pyproject.toml` are the lowest versions with which all works except what is named above:
 transformers' beside torch 2.13.0, torch's beside transformers 5.23.0. Both lowest versions together work except for
-transformers' own mixtures on a CPU. Versions between two rows were not measured.
+transformers' own mixtures on a CPU. Versions between two rows were not measured. The rows of Python 3.12 and later are
+from before NumPy 2.5; with it, torch 2.13.0 and Python 3.12.1 families and features passed again.
 """
 
 
