@@ -90,12 +90,11 @@ class Capacity:
         """Whether a request fits alone."""
         return prompt <= self.tokens and self.pages_of(prompt, new) <= self.pages
 
-    def config(self, requests: int, shares: bool = False) -> ContinuousBatchingConfig:
+    def config(self, requests: int) -> ContinuousBatchingConfig:
         """The same for transformers, with what hooks need: a forward pass in each step, pages of each request alone.
 
         Args:
             requests: how many there are.
-            shares: there are no hooks, so that prompts that begin alike share their pages.
         """
         return ContinuousBatchingConfig(
             page_size=self.page,
@@ -103,7 +102,7 @@ class Capacity:
             max_batch_tokens=self.tokens,
             max_requests_per_batch=min(requests, self.tokens),
             max_blocks_per_request=0,
-            allow_block_sharing=shares,  # keys and values behind an edit are those of its request
+            allow_block_sharing=False,  # keys and values behind an edit are those of its request
             use_cuda_graph=False,  # a replayed graph calls no hook
             use_async_batching=False,  # which requests a pass holds would be told of the next one
             auto_switch_to_flash=False,  # the values are those of the kernel that the model was loaded with
@@ -548,12 +547,8 @@ class _Batch:
         self.room = capacity_for(bridge.core, lengths, options.max_new_tokens, free)
         self.by_id = {str(request.index): request for request in requests}
         self.edits = edits
-        self._attention = _ExchangedAttention(bridge.core)
-        looked_at = bool(edits or captured or options.output_logits)
-        #: No function is called in a pass: compilation and the sharing of pages stay as transformers has them.
-        self._free = not looked_at and sharing is None and not self._attention.is_exchanged
         self._edited = {who for at_point in edits.values() for who, _ in at_point}  # None among them: all are
-        self._waiting = deque(sorted(requests, key=lambda request: request.prompt) if self._free else requests)
+        self._waiting = deque(requests)
         self._under_way: dict[str, PackedRequest] = {}
         self._lock = threading.Lock()
         self._packed: Packed | None = None
@@ -564,17 +559,17 @@ class _Batch:
         self._whole_logits = any(hook.name.startswith("unembed") for hook in (*edits, *captured))
         self.scope = Scope()
         self._gave_whole_logits = False
+        self._attention = _ExchangedAttention(bridge.core)
         self._handles: list[Any] = []
         self._manager: ContinuousBatchingManager | None = None
         core = bridge.core
         _OWNERS.take(core)
         try:
             with _TURN:  # no torch hook comes or goes while another batch's pass is under way
-                if not self._free:
-                    self._handles = [
-                        core.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True),
-                        core.register_forward_hook(self._end, with_kwargs=True, always_call=True),
-                    ]
+                self._handles = [
+                    core.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True),
+                    core.register_forward_hook(self._end, with_kwargs=True, always_call=True),
+                ]
             if self._attention.is_exchanged:
                 self._attention.wait_for_others()
             with _TURN if self._attention.is_exchanged else nullcontext():
@@ -608,12 +603,8 @@ class _Batch:
                 "bridge.generate"
             )
         manager: ContinuousBatchingManager = core.init_continuous_batching(  # type: ignore[operator]
-            generation_config=config, continuous_batching_config=self.room.config(len(self.requests), self._free)
+            generation_config=config, continuous_batching_config=self.room.config(len(self.requests))
         )
-        # transformers takes it from elsewhere; with functions, which are called in each pass, nothing is compiled.
-        compiled = config.compile_config if self._free else None
-        manager.continuous_batching_config.varlen_compile_config = compiled
-        manager.continuous_batching_config.decode_compile_config = None
         try:
             unsupported = [
                 type(processor).__name__
@@ -625,7 +616,7 @@ class _Batch:
                     f"{', '.join(unsupported)} cannot be had in generate_batch, which transformers says of it: use "
                     "bridge.generate"
                 )
-            manager.batch_processor = manager._create_batch_processor()  # what the thread would refuse is refused here
+            manager.warmup()  # makes what the thread would make: what it refuses is refused here
         except BaseException:
             manager.destroy()
             self._attention.give_back()
@@ -635,23 +626,9 @@ class _Batch:
         assert manager.batch_processor is not None
         cache = manager.batch_processor.cache
         mark_as_of_batch(cache)
-        if self._free:
-            runner = manager.batch_processor.model_runner
-            runner.compute_batch = partial(self._free_pass, runner.compute_batch)  # type: ignore[method-assign]
         if self.edits:
             cache.update = partial(self._update, cache.update)  # type: ignore[method-assign]
         return manager
-
-    def _free_pass(self, compute: Callable[..., None], model: nn.Module, batch: dict[str, Any]) -> None:
-        """A pass that nobody looks into: what may be compiled is the model's own, with nothing of ours inside."""
-        with _TURN:
-            begun = ForwardPass()
-            CURRENT.set(RunContext(frozenset((self.scope,)), run=begun))
-            try:
-                compute(model, batch)
-            finally:
-                begun.end()
-                CURRENT.set(RunContext(frozenset((self.scope,))))
 
     def _update(
         self,
@@ -716,7 +693,7 @@ class _Batch:
             _OWNERS.give(self.bridge.core)
 
     def feed(self) -> None:
-        """Lets in as many requests as fit: all their pages in memory; all tokens of their prompts in one pass."""
+        """Lets in as many requests as fit: all tokens of their prompts in one pass, all their pages in memory."""
         with self._lock:
             new = self.options.max_new_tokens
             under_way = self._under_way.values()
@@ -726,7 +703,7 @@ class _Batch:
                 request = self._waiting[0]
                 tokens += len(request.prompt)
                 pages += self.room.pages_of(len(request.prompt), new)
-                if (tokens > self.room.tokens and not self._free) or pages > self.room.pages:
+                if tokens > self.room.tokens or pages > self.room.pages:
                     return
                 self._waiting.popleft()
                 self._under_way[str(request.index)] = request
