@@ -944,12 +944,15 @@ class _Receivers:
 
 
 #: What makes a pattern of scores, and what does that and more in one.
-_SOFTMAX = (torch.softmax, Tensor.softmax, functional.softmax)
+_SOFTMAX = (torch.softmax, Tensor.softmax, functional.softmax, torch.special.softmax)
+_LOG_SOFTMAX = (torch.log_softmax, Tensor.log_softmax, functional.log_softmax, torch.special.log_softmax)
 _WHOLE_ATTENTION = (functional.scaled_dot_product_attention, functional.multi_head_attention_forward)
 
 
 class _PatternsHeld(TorchFunctionMode):
     """Holds what a basis attends to while it encodes: nothing flows through a softmax over positions.
+
+    A pattern that is made otherwise (by exponentials, of sigmoids, with a column for a sink) is not known as one.
 
     Args:
         name: of the point in the basis.
@@ -959,6 +962,7 @@ class _PatternsHeld(TorchFunctionMode):
     def __init__(self, name: str, length: int) -> None:
         super().__init__()
         self.name, self.length = name, length
+        self._has_no_heads = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _WHOLE_ATTENTION:
@@ -967,8 +971,27 @@ class _PatternsHeld(TorchFunctionMode):
                 "scores.softmax(-1) @ values"
             )
         found = func(*args, **(kwargs or {}))
-        pattern = func in _SOFTMAX and list(found.shape[-2:]) == [self.length] * 2
-        return found.detach() if pattern else found
+        if func not in (*_SOFTMAX, *_LOG_SOFTMAX) or list(found.shape[-2:]) != [self.length] * 2:
+            return found
+        if func in _LOG_SOFTMAX:
+            raise ValueError(
+                f"encode of {self.name} takes logarithms of a pattern, which cannot be held: write it as "
+                "scores.softmax(-1) @ values"
+            )
+        self._has_no_heads |= found.ndim == 3
+        return found.detach()
+
+    def check(self, found: Tensor) -> None:
+        """Refuses features among which a softmax may have been, since it would look like a pattern.
+
+        Raises:
+            ValueError: there are as many features as positions.
+        """
+        if self._has_no_heads and found.shape[-1] == self.length:
+            raise ValueError(
+                f"{self.name} has as many features as the prompt has tokens, {self.length}: a softmax over features "
+                "cannot be told from one over positions. Take a prompt of another length"
+            )
 
 
 #: In which order the nodes of a graph stand.
@@ -1065,8 +1088,9 @@ class _ReplacementRun:
                 view = basis.view
                 assert isinstance(view, InBasis)
                 read = view.read_in(self.read) if view.reads else act
-                with _PatternsHeld(basis.name, act.shape[1]):
+                with _PatternsHeld(basis.name, act.shape[1]) as held:
                     found = dense(view.encode(read))
+                held.check(found)
                 entries = (found.detach()[0] * self.kept.view(-1, *[1] * (found.ndim - 2))).nonzero()
                 leaf = self._leaves[basis.name] = self._send("feature", basis.name, found, entries, found)
                 made = made + view.decoded(leaf, act)

@@ -686,6 +686,15 @@ def test_features_that_read_across_positions_have_their_patterns_held() -> None:
     whole = bridge.add_basis("blocks.1.hook_attn_out", "sdpa", Attending(32, 16, True), reads="blocks.1.hook_resid_pre")
     with pytest.raises(ValueError, match=r"blocks\.1\.hook_attn_out\.sdpa attends by scaled_dot_product_attention"):
         attribution_graph(bridge, TOKENS, [first, whole.name])
+    bridge.remove_basis(whole.name)
+    directions = torch.eye(32, dtype=torch.float64)[:6]
+    mixed = bridge.add_basis(
+        "blocks.1.hook_mlp_out", "mixed", encode=lambda x: (x @ directions.T).softmax(-1),
+        decode=lambda features: features @ directions,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="as many features as the prompt has tokens, 6"):
+        attribution_graph(bridge, TOKENS, [mixed.name])
+    assert attribution_graph(bridge, TOKENS[:, :5], [mixed.name]).nodes
 
 
 @torch.no_grad()

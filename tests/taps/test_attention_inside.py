@@ -125,3 +125,18 @@ def test_an_attention_before_a_mixer_is_known_in_full(kind: str) -> None:
         torch.testing.assert_close(z, pattern, rtol=1e-4, atol=1e-5)
         assert not torch.allclose(z, model(TOKENS).logits, atol=1e-3)
     assert f"blocks.{layer}.hook_attn_out" in bridge.offered().not_offered and verify(bridge).passed
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("letter", ["q", "k"])
+@torch.no_grad()
+def test_rotated_queries_and_keys_are_edited_for_both_halves_whoever_watches(implementation: str, letter: str) -> None:
+    _, bridge = wrapped("diffllama", implementation)
+    for layer in (0, 1):
+        place = f"blocks.{layer}.attn.hook_"
+        double: Callable[[Tensor, Any], Tensor] = lambda x, hook: x * 2
+        right = bridge.run_with_hooks(TOKENS, fwd_hooks=[(f"{place}{letter}", double)])  # a rotation is linear
+        rotated = (f"{place}rot_{letter}", double)
+        watched = [rotated, (f"{place}pattern", lambda pattern, hook: None)]
+        for hooks in ([rotated], watched):
+            torch.testing.assert_close(bridge.run_with_hooks(TOKENS, fwd_hooks=hooks), right, atol=2e-6, rtol=0)
