@@ -275,9 +275,11 @@ class Engine:
         Raises:
             ValueError: a hook point that is not offered, with the reason; an operation that cannot be here; an unknown
                 adapter; requests that wait for each other.
-            TypeError: a function in the place of an operation.
+            TypeError: a function in the place of an operation; `steps`, which is `stream`'s.
             IndexError: a position that its prompt has not.
         """
+        if "steps" in sampling:
+            raise TypeError("generate gives whole answers: steps is an argument of stream")
         answers = self.stream(
             prompts, max_new_tokens, each, capture, adapter_names=adapter_names, stop_at_eos=stop_at_eos,
             prepend_bos=prepend_bos, **sampling,

@@ -90,7 +90,8 @@ def check_options(options: Mapping[str, Any]) -> None:
     if ours := [name for name in _OURS if name in options]:
         raise TypeError(f"{ours[0]} is not an option of vLLM's that can be given here, where it follows from others")
     several = [name for name in _ALONE if options.get(name, 1) != 1]
-    method = (options.get("speculative_config") or {}).get("method", "ngram")
+    guesses = options.get("speculative_config") or {"method": "ngram"}
+    method = guesses.get("method", "that vLLM chooses")  # without one, a draft model is its own method
     several += [] if method == "ngram" else [f"speculative_config of method {method} (with ngram they were)"]
     if refused := several + [name for name in _NOT_TRIED if options.get(name)]:
         raise ValueError(f"hook points inside vLLM were not tried with {refused[0]}, so it is refused")
@@ -206,16 +207,20 @@ def sampling(new: int, ended: bool, steps: bool, ticket: Mapping[str, object], m
         steps: what there is is told after each step.
         ticket: what the worker is told of it.
         more: of vLLM; greedy without.
+
+    Raises:
+        TypeError: among them is what follows from other arguments.
     """
-    asked = {
-        "temperature": 0.0,
+    follows = {
         "max_tokens": new,
         "ignore_eos": not ended,
         "detokenize": False,
         "extra_args": {"bridge": dict(ticket)},
         "skip_reading_prefix_cache": bool(ticket["capture"]),
-        **more,
     }
+    if ours := [name for name in (*follows, "output_kind") if name in more]:
+        raise TypeError(f"{ours[0]} is not an argument of vLLM's that can be given here: it follows from others")
+    asked = {"temperature": 0.0, **follows, **more}
     vllm = importlib.import_module("vllm")
     kinds = importlib.import_module("vllm.sampling_params").RequestOutputKind
     kind = kinds.CUMULATIVE if steps else kinds.FINAL_ONLY  # all samples, when all ended

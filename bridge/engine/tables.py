@@ -50,8 +50,8 @@ from bridge.interventions.operations import (
 
 #: What can be a row of a table.
 LOWERED = (Add, Scale, Set, Zero, ProjectOut, ProjectOnto, AddScaled, Cap)
-#: How many sets of choices of tokens may meet at one place.
-_CODES = 256
+#: How many sets of choices of tokens may meet at one place, and how many choices: a code has a bit for each.
+_CODES, _CHOICES = 256, 62
 #: How many features of a basis one operation may change by their values.
 _FEATURES = 64
 #: The tables; those of probes and conditions are there only in engines that have them.
@@ -531,6 +531,8 @@ def _met(choices: Sequence[TokenChoice], names: str) -> list[tuple[int, ...]]:
     Raises:
         ValueError: too many.
     """
+    if len(choices) > _CHOICES:
+        raise ValueError(f"{names}: {len(choices)} choices of tokens at one place of an engine, which takes {_CHOICES}")
     met: list[tuple[int, ...]] = [()]
     for new, choice in enumerate(choices):
         met += [(*held, new) for held in met if all(choices[place].meets(choice) for place in held)]

@@ -308,11 +308,11 @@ class AttentionWatch(SeesAttention):
             if first is key or (first.shape == key.shape and torch.equal(first, key)):
                 self._meet_again = True  # as in differential attention, which has two halves of values for a pattern
                 return made
-        shown, first = (query, key), _PRODUCT not in self._seen
+        shown, awaited = (query, key), _PRODUCT not in self._seen
         if self._awaits(_PRODUCT):
             self._seen.append(_PRODUCT)
             shown = self._with_heads("q", query), self._with_heads("k", key)
-        if _INSIDE not in self._seen and first:  # a pattern's product with values is one, too
+        if _INSIDE not in self._seen and awaited:  # a pattern's product with values is one, too
             self._met = (query, key), shown
         return shown
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from bridge import TransformerBridge
-from bridge.engine.insides import EngineVersionError, check_options, check_vllm, vllm_version
+from bridge.engine.insides import EngineVersionError, check_options, check_vllm, sampling, vllm_version
 from bridge.engine.proof import engine_point, widths_of
 from bridge.engine.serving import SavedEdits
 from bridge.engine.tables import LOWERED, EngineEdit, EnginePlace, SiteRows, lower, packed, row_of, unpacked
@@ -196,6 +196,8 @@ def test_what_no_row_holds_is_refused_by_name(bridge: TransformerBridge) -> None
         lower([(hook, ProjectOut(draw(D))), (hook, Cap(draw(D, seed=1), 0.0))], places, 2)
     with pytest.raises(ValueError, match="too many choices of tokens"):
         lower([(hook, Add(1.0, positions=slice(place, None))) for place in range(9)], places, 1)
+    with pytest.raises(ValueError, match="63 choices of tokens at one place of an engine, which takes 62"):
+        lower([(hook, Add(1.0, positions=place)) for place in range(63)], places, 1)
     with pytest.raises(ValueError, match="a part of a tensor"):
         row_of(AddScaled(draw(D_HEAD)), bridge.hook_dict["blocks.1.attn.hook_q"], QUERIES)
     with pytest.raises(IndexError, match="a position is 7, and there are 5"):
@@ -232,6 +234,11 @@ def test_what_was_not_tried_is_refused_by_name(option: str) -> None:
         check_options({option: 2})
     with pytest.raises(ValueError, match="not tried with speculative_config of method eagle"):
         check_options({"speculative_config": {"method": "eagle", "model": "somewhere"}})
+    with pytest.raises(ValueError, match="not tried with speculative_config of method that vLLM chooses"):
+        check_options({"speculative_config": {"model": "somewhere", "num_speculative_tokens": 3}})
+    for ours in ("extra_args", "skip_reading_prefix_cache", "max_tokens", "ignore_eos", "output_kind"):
+        with pytest.raises(TypeError, match=f"{ours} is not an argument"):
+            sampling(4, True, False, {"capture": []}, {ours: None})
     check_options({"speculative_config": {"method": "ngram"}, "tensor_parallel_size": 2})
     for ours in ("model_impl", "enable_lora"):
         with pytest.raises(TypeError, match=ours):
