@@ -482,9 +482,7 @@ class AttentionPoints:
 
     def add(self) -> None:
         """Adds them, in the order of the computation."""
-        if not (
-            self.part.cross or self.inner
-        ):  # query, key and value read the same stream: each head can be given its own
+        if not (self.part.cross or self.inner):  # they read the same stream, of which each head can be given its own
             self._add_inputs("" if self.name == "attn" else f"{self.name}_")
         self._add_projections()
         if self.part.scores is not None:

@@ -19,8 +19,6 @@ from bridge import TransformerBridge
 from bridge.generation.batch import capacity_for
 from bridge.interventions import Add
 
-POINT = "blocks.2.hook_resid_post"
-
 
 def model(width: int, device: str) -> TransformerBridge:
     """A Llama of six layers with random weights, which never ends a text."""
@@ -36,8 +34,9 @@ def model(width: int, device: str) -> TransformerBridge:
 def ways(bridge: TransformerBridge, prompts: list[list[int]], new: int) -> dict[str, Callable[[], object]]:
     """What is timed, by name."""
     core, device = bridge.core, bridge.core.device
+    point = f"blocks.{(bridge.cfg.n_layers - 1) // 2}.hook_resid_post"
     greedy = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": new, "min_new_tokens": new}
-    each = [[(POINT, Add(torch.randn(bridge.cfg.d_model, device=device)))] for _ in prompts]
+    each = [[(point, Add(torch.randn(bridge.cfg.d_model, device=device)))] for _ in prompts]
     ours = {"do_sample": False, "stop_at_eos": False, "verbose": False}
 
     def one_by_one() -> None:
@@ -65,7 +64,7 @@ def ways(bridge: TransformerBridge, prompts: list[list[int]], new: int) -> dict[
         "transformers' generate_batch": own,
         "the same once more": own,
         "generate_batch": of_ours(),
-        "generate_batch, one point kept": of_ours(capture=POINT),
+        "generate_batch, one point kept": of_ours(capture=point),
         "generate_batch, an edit for each": of_ours(each=each),
     }
 

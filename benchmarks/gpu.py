@@ -13,56 +13,46 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
-from alternated import NULL, spread
+from alternated import NULL, alternated, spread
+from batch import ways
 from rows import llama
-from transformers import GenerationConfig
 
 from bridge import TransformerBridge
-from bridge.generation.batch import capacity_for
 from bridge.interventions import Add, Scale
 
 Jobs = dict[str, Callable[[], Any]]
 
 
-def done(job: Callable[[], Any], device: str) -> tuple[float, int]:
-    """Seconds that something takes, and the most bytes that it holds besides what was there."""
-    if device != "cuda":
-        began = time.perf_counter()
-        job()
-        return time.perf_counter() - began, 0
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before, began = torch.cuda.memory_allocated(), time.perf_counter()
-    kept = job()
-    torch.cuda.synchronize()
-    seconds = time.perf_counter() - began
-    del kept
-    return seconds, torch.cuda.max_memory_allocated() - before
+def watched(name: str, job: Callable[[], Any], held: dict[str, int]) -> Callable[[], Any]:
+    """The same thing done on an accelerator, and the most bytes that it held besides what was there."""
+
+    def run() -> None:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before, kept = torch.cuda.memory_allocated(), job()
+        torch.cuda.synchronize()
+        held[name] = max(held.get(name, 0), torch.cuda.max_memory_allocated() - before)
+        del kept
+
+    return run
 
 
 def table(title: str, jobs: Jobs, tokens: int, rounds: int, device: str) -> None:
     """Prints what each thing takes, beside the first."""
-    first = next(iter(jobs))
-    jobs = {first: jobs[first], NULL: jobs[first]} | jobs
-    took: dict[str, list[tuple[float, int]]] = {name: [] for name in jobs}
-    for turn in range(rounds + 2):  # two to warm up
-        for name, job in jobs.items():
-            found = done(job, device)
-            if turn > 1:
-                took[name].append(found)
+    held: dict[str, int] = {}
+    if device == "cuda":
+        jobs = {name: watched(name, job, held) for name, job in jobs.items()}
+    found = alternated(jobs, rounds, device)
+    held |= {NULL: held[next(iter(jobs))]} if held else {}
     print(f"\n{title}\n\n| | tokens a second | time, of the first row's | most held, MB |\n|---|---|---|---|")
-    for name, found in took.items():
-        seconds = statistics.median(each for each, _ in found)
-        ratios = [own / plain for (own, _), (plain, _) in zip(found, took[first], strict=True)]
-        held = f"{max(each for _, each in found) / 2**20:.0f}" if device == "cuda" else "–"
-        print(f"| {name} | {tokens / seconds:,.0f} | {spread(ratios)} | {held} |", flush=True)
+    for name, timed in found.items():
+        most = f"{held[name] / 2**20:.0f}" if held else "–"
+        print(f"| {name} | {tokens / timed.seconds:,.0f} | {spread(timed.ratios)} | {most} |", flush=True)
 
 
 def model(width: int, layers: int, device: str) -> TransformerBridge:
@@ -131,29 +121,12 @@ def compiled(bridge: TransformerBridge, tokens: torch.Tensor) -> Jobs:
     }
 
 
-def batches(bridge: TransformerBridge, requests: int, new: int, device: str) -> Jobs:
+def batches(bridge: TransformerBridge, requests: int, new: int) -> Jobs:
     """Requests of 4 to 120 tokens."""
     torch.manual_seed(0)
     prompts = [torch.randint(3, 30000, (int(n),)).tolist() for n in torch.randint(4, 121, (requests,))]
-    point = f"blocks.{bridge.cfg.n_layers // 2}.hook_resid_post"
-    each = [[(point, Add(torch.randn(bridge.cfg.d_model, device=device)))] for _ in prompts]
-    core: Any = bridge.core
-
-    def own() -> None:
-        config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
-        pages = capacity_for(core, [len(prompt) for prompt in prompts], new).config(len(prompts))
-        core.generate_batch(prompts, generation_config=config, continuous_batching_config=pages, warmup=False)
-
-    def ours(**more: Any) -> Callable[[], Any]:
-        usual: dict[str, Any] = {"do_sample": False, "stop_at_eos": False, "verbose": False}
-        return lambda: list(bridge.generate_batch(prompts, new, **usual, **more))
-
-    return {
-        "transformers' `generate_batch`": own,
-        "`generate_batch`": ours(),
-        "`generate_batch`, one point of each kept": ours(capture=point),
-        "`generate_batch`, an edit for each": ours(each=each),
-    }
+    jobs = ways(bridge, prompts, new)
+    return {name: job for name, job in jobs.items() if "generate_batch" in name}
 
 
 def main() -> None:
@@ -181,7 +154,7 @@ def main() -> None:
         table(f"A run: {shape}", runs(bridge, tokens), tokens.numel(), rounds, device)
     if "batches" in wanted:
         requests, new = 64, 24
-        jobs = batches(bridge, requests, new, device)
+        jobs = batches(bridge, requests, new)
         table(f"{requests} requests, {new} new tokens each", jobs, requests * new, max(rounds // 3, 2), device)
     if "compiled" in wanted:
         table(f"Compiled: {shape}", compiled(bridge, tokens), tokens.numel(), rounds, device)

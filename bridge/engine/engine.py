@@ -19,8 +19,8 @@ tokens, log-probabilities, and what was seen at hook points, by request.
 6. *Two models side by side.* A request may have a LoRA adapter (proved as points are), and interventions that are made
    of what other requests of the call gave (`FromAnswers`), when these are done.
 
-Refused by name: points inside of a forward (scores, patterns, experts) or that are computed; operations that no row
-holds; functions; several processes, speculative decoding and whatever else was not tried. Not known here: what vLLM
+Refused by name: points inside of a forward (experts) or that are computed; operations that no row holds; functions;
+points whose columns several processes share, and what of vLLM was not tried (`insides`). Not known here: what vLLM
 schedules when.
 """
 

@@ -481,13 +481,9 @@ def attribution_graph(
         >>> graph.draw(6, bridge, bridge.to_tokens("Mary and John"))
         Picture('Attribution graph')
     """
-    refuse_training(bridge)
-    check_positive("together", together)
     if limit is not None:
         check_positive("limit", limit)
-    bases = _checked_bases(bridge, points)
-    prompt = prompts_with(bridge, tokens, model_kwargs)
-    kept = _positions(bridge, prompt, without_positions)
+    bases, prompt, kept = _asked(bridge, tokens, points, without_positions, together, model_kwargs)
     _check_logits(logits, bridge.cfg.d_vocab)
     with torch.no_grad():
         plain = bridge(prompt)[0, -1].float()
@@ -603,11 +599,7 @@ def score_terms(
         >>> abs(float(terms.values.sum()) + terms.position - terms.score) < 1e-4
         True
     """
-    refuse_training(bridge)
-    check_positive("together", together)
-    bases = _checked_bases(bridge, points)
-    prompt = prompts_with(bridge, tokens, model_kwargs)
-    kept = _positions(bridge, prompt, without_positions)
+    bases, prompt, kept = _asked(bridge, tokens, points, without_positions, together, model_kwargs)
     *made, name = _query_key_and_scores(bridge, layer)
     with torch.no_grad():
         _, cache = bridge.run_with_cache(prompt, names_filter=name)
@@ -736,11 +728,7 @@ def head_loadings(
         >>> torch.allclose(found.edges, torch.tensor([graph[node, graph.nodes[-1]] for node in found.nodes]), atol=1e-4)
         True
     """
-    refuse_training(bridge)
-    check_positive("together", together)
-    bases = _checked_bases(bridge, points)
-    prompt = prompts_with(bridge, tokens, model_kwargs)
-    kept = _positions(bridge, prompt, without_positions)
+    bases, prompt, kept = _asked(bridge, tokens, points, without_positions, together, model_kwargs)
     names = _outputs_of_heads(bridge)
     logit = kept.nonzero().new_tensor([receiver.index] * (receiver.kind == "logit"))
     if len(logit):
@@ -791,6 +779,22 @@ def _query_key_and_scores(bridge: TransformerBridge, layer: int) -> list[str]:
             )
         found.append(there[0])
     return found
+
+
+def _asked(
+    bridge: TransformerBridge,
+    tokens: Any,
+    points: Sequence[str],
+    without: Sequence[int],
+    together: int,
+    model_kwargs: Mapping[str, Any],
+) -> tuple[list[HookPoint], dict[str, Any], Tensor]:
+    """The bases, the prompt, and at which positions there are nodes, of what all graphs are asked for."""
+    refuse_training(bridge)
+    check_positive("together", together)
+    bases = _checked_bases(bridge, points)
+    prompt = prompts_with(bridge, tokens, model_kwargs)
+    return bases, prompt, _positions(bridge, prompt, without)
 
 
 def _positions(bridge: TransformerBridge, prompt: Mapping[str, Any], without: Sequence[int]) -> Tensor:

@@ -211,7 +211,8 @@ class GraphDrawing:
     def opens_at(self) -> list[float]:
         """Where the largest edge of the strongest path is, as shares of width and height."""
         on_path = [e for e, pair in enumerate(self.pairs[: len(self.scores)]) if {*pair} <= {*self.strongest_path}]
-        ends = self.pairs[max(on_path, key=lambda e: abs(self.scores[e]))]
+        every = range(len(self.scores))  # where the path has none but joined ends
+        ends = self.pairs[max(on_path or every, key=lambda e: abs(self.scores[e]))]
         (x, y), (there, below) = (self._at(*self.places[end]) for end in ends)
         return [(x + there) / 2 / self.sizes.width, (y + below) / 2 / self.sizes.height]
 

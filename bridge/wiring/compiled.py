@@ -39,6 +39,8 @@ class _EagerStance:
         self._lock = threading.Lock()
         self._users = 0
         self._stance: Any = None
+        #: `_call`, which compiled code leaves to call: made when it is needed, since that imports the compiler.
+        self.outside: Callable[..., Any] | None = None
 
     def __enter__(self) -> None:
         with self._lock:
@@ -206,7 +208,9 @@ def call_eagerly(
     """
     if not ever_compiled():
         return function(*args, **kwargs)
-    return torch.compiler.disable(_call)(model, function, args, kwargs)
+    if _EAGER_STANCE.outside is None:  # no `functools.cache`: torch warns where compiled code meets one
+        _EAGER_STANCE.outside = torch.compiler.disable(_call)
+    return _EAGER_STANCE.outside(model, function, args, kwargs)
 
 
 setattr(call_eagerly, "_torchdynamo_disable", True)  # noqa: B010 - which functions do not have otherwise

@@ -438,3 +438,7 @@ def test_bars_of_a_node_have_the_colours_of_its_edges(supports):
     assert {edge for edge, _ in bars} == set(both)
     for edge, fill in bars:
         assert fill == PALETTE["line" if both[edge] == (supports == "positive") else "accent"][0]
+
+
+def test_a_circuit_opens_where_joined_ends_are_all_of_its_strongest_path():
+    assert pictures.circuit([("a", "b", 1.0)], joins=[("x", "y")]).spec()
