@@ -18,6 +18,7 @@
 | ``LoRARequest``, ``base_layer`` | adapters; a module with adapters stands around the plain one, at its path |
 | ``lora_ops.bgmv_shrink`` | requests without an adapter, beside others that have one (`repair`) |
 | ``ColumnParallelLinear``, ``RowParallelLinear`` | whose columns are shared out over processes |
+| ``MoEBlockFuser`` | makes of a mixture one kernel, router and all: not where its choice is asked for (`repair`) |
 | ``model.fusers`` | which modules of the tree were made one: a projection is some columns of that |
 """
 
@@ -250,7 +251,7 @@ def worker_class() -> type:
     raise ValueError("bridge.engine is for processors and CUDA")
 
 
-def repair(config: Any) -> None:
+def repair(config: Any, routers: bool) -> None:
     """Puts right what vLLM does to requests beside adapters, and its Transformers backend to one type of model.
 
     Adapters on processors (0.31.0, 0.32.0): a request without one has the number -1, and torch takes the last adapter's
@@ -259,9 +260,16 @@ def repair(config: Any) -> None:
     GPT-2 (0.32.0): its attention joins the heads itself, and is given them joined; and what it does not load from old
     files, ``attn.bias``, is taken for a part of the name of its biases, ``c_attn.bias``, which stay zero.
 
+    A mixture of experts is one kernel there, in which nobody can look into the router. If its choice is asked for, the
+    model's own router runs, as it does where vLLM does not know the mixture.
+
     Args:
         config: transformers' of the model.
+        routers: the choice of its routers is asked for.
     """
+    if routers:
+        mixtures = importlib.import_module("vllm.model_executor.models.transformers.moe")
+        mixtures.MoEBlockFuser.match = lambda block, name: None
     kernels = importlib.import_module("vllm.lora.ops.torch_ops.lora_ops")
     shrink = kernels.bgmv_shrink
     if shrink.__name__ != "shrink_own":  # once in a process
