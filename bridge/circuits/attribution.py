@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bridge.bridge import TransformerBridge
 from bridge.circuits.circuits import EdgeScores, NodeScores
-from bridge.circuits.edge_runs import ablated, effects_of_edges, refuse_another_model, run_with_edges_replaced
+from bridge.circuits.edge_runs import OwnKeys, ablated, effects_of_edges, graph_of, run_with_edges_replaced
 from bridge.circuits.graph import (
     Graph,
     Metric,
@@ -78,7 +78,7 @@ def edge_attribution(
         metric: from logits ``[batch, pos, d_vocab]`` to one number with a gradient.
         method: see above.
         steps: how many runs the mean is of. The steps are one batch where the device's memory allows.
-        graph: the model's graph, if it is there already.
+        graph: the model's graph, as `Graph.of` makes it, grouped or not; None: grouped.
         ablation, reference: what stands in the place of the corrupted run's, as for `Circuit.evaluate`.
         model_kwargs: what else the model takes with both prompts of a pair, such as ``pixel_values=``.
 
@@ -93,11 +93,14 @@ def edge_attribution(
 
     Example:
         >>> from bridge import TransformerBridge
-        >>> from bridge.circuits import edge_attribution
+        >>> from bridge.circuits import Graph, edge_attribution
         >>> from bridge.tasks import embedded_pairs
         >>> bridge = TransformerBridge.boot_embedded()
         >>> pairs = embedded_pairs(bridge, "ioi", 4)
         >>> edge_attribution(bridge, pairs.clean, pairs.corrupted, pairs.metric())
+        EdgeScores(479 edges of 4 layers)
+        >>> graph = Graph.of(bridge, grouped=False)  # of this model the same: it has a key head for each head
+        >>> edge_attribution(bridge, pairs.clean, pairs.corrupted, pairs.metric(), graph=graph)
         EdgeScores(479 edges of 4 layers)
     """
     check_choice("method", method, METHODS)
@@ -182,12 +185,9 @@ class _Gradients:
 
     def __init__(self, graph: Graph | None, bridge: TransformerBridge, metric: Metric) -> None:
         refuse_inference_mode("attribution")
-        if graph is None:
-            graph = Graph.of(bridge)
-        else:
-            refuse_another_model(graph, bridge)
-        self.graph, self.bridge, self.metric = graph, bridge, metric
-        self.scores = torch.zeros(len(graph.receivers), len(graph.senders))
+        self.graph, self.bridge, self.metric = graph_of(bridge, graph), bridge, metric
+        self.keys = OwnKeys(self.graph, bridge)
+        self.scores = torch.zeros(self.graph.exists.shape)
 
     def by(
         self,
@@ -273,14 +273,25 @@ class _Gradients:
 
     def _backward(self, name: str, made: Tensor, n: int, weight: float, senders: slice) -> None:
         leaves: list[Tensor] = []
+        kept: dict[str, Tensor] = {}
 
         def start(stream: Tensor, hook: HookPoint) -> Tensor:
             leaves.append((made if name == BEGIN else stream).detach().requires_grad_())
             return leaves[0]
 
+        def keep(activation: Tensor, hook: HookPoint) -> Tensor:
+            kept[hook.name] = activation
+            return activation  # what follows is computed from it
+
         put: list[Any] = [(BEGIN, start)]
         if name != BEGIN:
             put.append((name, lambda activation, hook: made + 0 * activation))  # 0: what is before has a gradient
+        own: dict[str, list[Port]] = {}
+        for port in self.graph.ports:
+            if self.keys.of(port) > 1:
+                own.setdefault(f"blocks.{port.layer}.attn.hook_z", []).append(port)
+                put.append((port.name, keep))
+        put += [(point, keep) for point in own]
         with torch.enable_grad():
             logits = self.bridge.run_with_hooks(
                 tiled(self.prompts, n),
@@ -288,7 +299,17 @@ class _Gradients:
                 bwd_hooks=self.hooks(n, weight, senders),
             )
             total = torch.stack([one_number(self.metric, part) for part in logits.split(self.batch)]).sum()
-            gradients_of("metric", total, leaves)
+            _, *found = gradients_of("metric", total, [*leaves, *(kept[point] for point in own)], bool(own))
+        for (point, ports), given in zip(own.items(), found, strict=True):
+            shared = self.keys.of(ports[0])
+            for head in range(shared):  # each head's own share of what its group's key and value get
+                of_heads = torch.zeros_like(given)
+                of_heads[:, :, head::shared] = given[:, :, head::shared]
+                reads = [kept[port.name] for port in ports]
+                gradients = torch.autograd.grad(kept[point], reads, of_heads, retain_graph=True)
+                for port, gradient in zip(ports, gradients, strict=True):
+                    receivers = slice(port.first + head, port.first + port.count, shared)
+                    self._gather(port, receivers, n, weight, senders)(gradient)
 
     def hooks(self, n: int, weight: float, senders: slice) -> list[Any]:
         """Backward hooks that add to the scores.
@@ -298,19 +319,23 @@ class _Gradients:
             weight: by which each counts.
             senders: whose edges get it.
         """
-        return [(port.name, self._gather(port, n, weight, senders)) for port in self.graph.ports]
+        return [
+            (port.name, self._gather(port, slice(port.first, port.first + port.count), n, weight, senders))
+            for port in self.graph.ports
+            if self.keys.of(port) == 1
+        ]
 
-    def _gather(self, port: Port, n: int, weight: float, senders: slice) -> Callable[..., None]:
-        """Adds a port's gradient, times the differences of the senders that it reads."""
+    def _gather(self, port: Port, receivers: slice, n: int, weight: float, senders: slice) -> Callable[..., None]:
+        """Adds the gradient of some of a port's receivers, times the differences of the senders that it reads."""
         chosen = range(len(self.graph.senders))[senders]
         at = slice(chosen.start, min(chosen.stop, port.upstream))
 
-        def gather(gradient: Tensor, hook: HookPoint) -> None:
+        def gather(gradient: Tensor, hook: HookPoint | None = None) -> None:
             of_runs = gradient.unflatten(0, (n, -1)).sum(0)
             by_receiver = of_runs.movedim(-2, 0) if port.per_head else of_runs.unsqueeze(0)
             with torch.no_grad():
                 found = by_receiver.flatten(1).to(self.change.dtype) @ self.change[at].flatten(1).T
-                self.scores[port.first : port.first + port.count, at] += weight * found
+                self.scores[receivers, at] += weight * found
 
         return gather
 
@@ -327,6 +352,7 @@ class _NeuronGradients(_Gradients):
 
     def __init__(self, graph: Graph | None, bridge: TransformerBridge, metric: Metric, mlps: str) -> None:
         super().__init__(graph, bridge, metric)
+        self.keys = OwnKeys(Graph.of(bridge), bridge)  # what nodes write is the same, whoever reads it
         self.mlp_point = {"output": "hook_mlp_out", "input": "hook_mlp_in"}[mlps]
         self.scores = torch.zeros(len(self.graph.senders), bridge.cfg.d_model)
 
@@ -352,7 +378,9 @@ class _NeuronGradients(_Gradients):
 
 @torch.no_grad()
 @refuse_wrong_types
-def information_flow(bridge: TransformerBridge, prompts: Prompts, **model_kwargs: Any) -> EdgeScores:
+def information_flow(
+    bridge: TransformerBridge, prompts: Prompts, graph: Graph | None = None, **model_kwargs: Any
+) -> EdgeScores:
     """How near what each receiver reads is to what each sender wrote: scores without a metric and without corruption.
 
     The score of an edge is the sender's share of proximities ``max(|y| - |y - x|, 0)``, where y is what the receiver
@@ -363,6 +391,7 @@ def information_flow(bridge: TransformerBridge, prompts: Prompts, **model_kwargs
     Args:
         bridge: the bridge.
         prompts: ``[batch, pos]``, or what a processor gives; with an ``attention_mask``, padding counts for nothing.
+        graph: the model's graph, as `Graph.of` makes it, grouped or not; None: grouped.
         model_kwargs: what else the model takes with them.
 
     Returns:
@@ -379,7 +408,7 @@ def information_flow(bridge: TransformerBridge, prompts: Prompts, **model_kwargs
         >>> bool((scores.values.sum(1) - 1).abs().max() < 1e-5)
         True
     """
-    graph, given = Graph.of(bridge), prompts_with(bridge, prompts, model_kwargs)
+    graph, given = graph_of(bridge, graph), prompts_with(bridge, prompts, model_kwargs)
     streams = {port.name: _stream(graph, port) for port in graph.ports}
     wrote = written(graph, bridge, given, [*streams.values()])
     refuse_another_sum(bridge, wrote)
@@ -445,6 +474,7 @@ def edge_effects(
     verbose: bool = True,
     ablation: str | Float[Tensor, "constant d_model"] = "resample",
     reference: Prompts | None = None,
+    graph: Graph | None = None,
     **model_kwargs: Any,
 ) -> EdgeScores:
     """By how much the metric of the clean run changes if an edge carries what its sender writes in the corrupted run.
@@ -460,10 +490,11 @@ def edge_effects(
         edges: such as ``"L0H1->L3H2.q"``; None: all. Others have the score 0.
         verbose: show a progress bar.
         ablation, reference: what stands in the place of the corrupted run's, as for `Circuit.evaluate`.
+        graph: the model's graph, as `Graph.of` makes it, grouped or not; None: grouped.
         model_kwargs: what else the model takes with both prompts of a pair.
 
     Raises:
-        ValueError: pairs that do not fit, a model without such a graph, an unknown edge.
+        ValueError: pairs that do not fit, a model without such a graph, a graph of another model, an unknown edge.
 
     Example:
         >>> from bridge import TransformerBridge
@@ -474,7 +505,7 @@ def edge_effects(
         >>> edge = "embed->L0H0.v"
         >>> effects = edge_effects(bridge, pairs.clean, pairs.corrupted, pairs.metric(), [edge], verbose=False)
     """
-    graph = Graph.of(bridge)
+    graph = graph_of(bridge, graph)
     pair = pairs_of(bridge, clean, corrupted, model_kwargs)
     values = effects_of_edges(graph, bridge, *pair, metric, edges, verbose, ablation, reference)
     return EdgeScores(graph, values)
@@ -533,6 +564,7 @@ def path_patching(
     senders: Sequence[str],
     receivers: Sequence[str],
     through_mlps: bool = True,
+    graph: Graph | None = None,
     **model_kwargs: Any,
 ) -> float:
     """By how much the metric of the clean run changes by what some senders tell some receivers.
@@ -548,6 +580,7 @@ def path_patching(
         senders: such as ``"L1H0"``, ``"L2MLP"``, ``"embed"``.
         receivers: such as ``"L3H2.q"``; ``"L3H2"``, all inputs of a head; ``"L3MLP"``; ``"logits"``.
         through_mlps: whether MLPs that are no senders follow what they read. False: direct edges alone.
+        graph: the model's graph, as `Graph.of` makes it, grouped or not; None: grouped.
         model_kwargs: what else the model takes with both prompts of a pair.
 
     Raises:
@@ -563,28 +596,29 @@ def path_patching(
     """
     if not senders or not receivers:
         raise ValueError("path patching needs one sender and one receiver, or more")
-    graph = Graph.of(bridge)
+    graph = graph_of(bridge, graph)
     sending = {graph.sender(name) for name in senders}
     receiving = sorted({index for name in receivers for index in graph.receivers_named(name)})
     pair = pairs_of(bridge, clean, corrupted, model_kwargs)
     one, other = written_in_both(graph, bridge, *pair)
     inputs = _inputs(graph, bridge, pair[0], one, other, sending, through_mlps)
-    hooks: list[Any] = []
+    keys = OwnKeys(graph, bridge)
+    hooks: list[Any] = keys.hooks()
     for port in graph.ports:
         mine = [index - port.first for index in receiving if port.first <= index < port.first + port.count]
         if mine:
-            hooks.append((port.name, _given(port, mine, inputs[port.name])))
-    patched = bridge.run_with_hooks(pair[0], fwd_hooks=hooks)
+            hooks.append((port.name, _given(keys, port, mine, inputs[port.name])))
+    patched = bridge.run_with_hooks(tiled(pair[0], keys.copies), fwd_hooks=hooks)[: len(one.logits)]
     return float(one_number(metric, patched)) - float(one_number(metric, one.logits))
 
 
-def _given(port: Port, which: list[int], stream: Tensor) -> Callable[..., Tensor]:
+def _given(keys: OwnKeys, port: Port, which: list[int], stream: Tensor) -> Callable[..., Tensor]:
     def give(activation: Tensor, hook: HookPoint) -> Tensor:
         if not port.per_head:
-            return stream
-        activation = activation.clone()
-        activation[:, :, which] = stream.unsqueeze(2)
-        return activation
+            return stream.repeat(keys.copies, 1, 1)
+        inputs = keys.read(port, activation).clone()
+        inputs[:, :, which] = stream.unsqueeze(2)
+        return keys.given(port, inputs)
 
     return give
 

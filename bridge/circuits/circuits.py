@@ -448,7 +448,7 @@ class Circuit:
         if set(graph.layers) != {first} or not first.mlp or not first.heads == first.key_heads > 0:
             raise ValueError(
                 "the benchmark's graph has an MLP and as many heads in each layer, all with keys of their own: "
-                f"{bridge.cfg.model_name} has not (its grouped keys are ungrouped by `bridge.legacy`)"
+                f"{bridge.cfg.model_name} has not (if its keys are grouped, take Graph.of(bridge, grouped=False))"
             )
         if not self.scores.isfinite().all():
             raise ValueError("a score is not finite, which the file cannot hold")
