@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +29,10 @@ from bridge.circuits.graph import (
 )
 from bridge.hooks.arguments import check_choice, check_positive, refuse_wrong_types
 from bridge.hooks.hooks import HookPoint
+from bridge.hooks.modules import close
 from bridge.hooks.rows import tiled
-from bridge.patching.runs import tokens_per_run
+from bridge.patching.lazy_logits import lazy
+from bridge.patching.runs import CorruptedRun, may_start_later, tokens_per_run
 from bridge.run.inputs import Prompts, prompts_with
 
 METHODS = ("gradient", "inputs", "clean_corrupted", "activations", "own_activations")
@@ -181,12 +184,19 @@ class _Gradients:
     #: The first step of m on the way from the corrupted to the clean embeddings.
     first_step = 0
     prompts: Mapping[str, Any]
+    #: The clean run, of which others need not run the first layers; None: where they must.
+    later: CorruptedRun | None
+    #: The clean run's logits; and whether those of some positions alone are the same, from the last stream.
+    logits: Tensor
+    ends: bool
     change: Float[Tensor, "sender batch pos d_model"]
 
     def __init__(self, graph: Graph | None, bridge: TransformerBridge, metric: Metric) -> None:
         refuse_inference_mode("attribution")
         self.graph, self.bridge, self.metric = graph_of(bridge, graph), bridge, metric
         self.keys = OwnKeys(self.graph, bridge)
+        self.ends, self.later = False, None
+        self.below: dict[int, Tensor] = {}
         self.scores = torch.zeros(self.graph.exists.shape)
 
     def by(
@@ -213,6 +223,8 @@ class _Gradients:
         self.change = other - one.parts
         _refuse_no_difference(self.change)
         self.scores = self.scores.to(self.change)
+        with torch.no_grad():
+            self._try_less(one, method)
         embeddings = one.parts[0], one.parts[0] + self.change[0]
         if method == "gradient":
             self.of_runs(BEGIN, *embeddings, [1.0])
@@ -222,27 +234,31 @@ class _Gradients:
         elif method == "clean_corrupted":
             self.of_runs(BEGIN, *embeddings, [0.0, 1.0])
         else:
-            parts = [(BEGIN, *embeddings, slice(0, 1))]
-            for layer, shape in enumerate(graph.layers):
-                first, mlp = graph.first_head[layer], graph.first_head[layer] + shape.heads
-                if shape.heads:
-                    attn, heads = one.attn_out[layer], slice(first, mlp)
-                    name = f"blocks.{layer}.hook_attn_out"
-                    parts.append((name, attn, attn + self.change[heads].sum(0), heads))
-                if shape.mlp:
-                    both = one.parts[mlp], one.parts[mlp] + self.change[mlp]
-                    parts.append((f"blocks.{layer}.hook_mlp_out", *both, slice(mlp, mlp + 1)))
-            shares = [k / steps for k in range(1, steps + 1)]
+            shares, parts = [k / steps for k in range(1, steps + 1)], list(self._parts(one))
             for name, here, there, own in parts:
                 if method == "activations":
                     self.of_runs(name, here, there, shares, 1 / len(parts))
                 else:
                     self.of_runs(name, here, there, shares, 1, own)
+            if self.below:  # the runs began at these layers; before, all of them are the clean run
+                self._backward({}, 1, 1.0, slice(None), below=self.below)
         if not self.scores.any():
             raise ValueError(
                 "the gradient of the metric is zero at every receiver: there is nothing to attribute (a divergence "
                 'from the clean run has its minimum there: use method="inputs")'
             )
+
+    def _parts(self, one: SenderOutputs) -> Iterator[tuple[str, Tensor, Tensor, slice]]:
+        """The model's parts: where each writes, what in the clean run and in the other, and its senders."""
+        yield BEGIN, one.parts[0], one.parts[0] + self.change[0], slice(0, 1)
+        for layer, shape in enumerate(self.graph.layers):
+            first, mlp = self.graph.first_head[layer], self.graph.first_head[layer] + shape.heads
+            if shape.heads:
+                attn, heads = one.attn_out[layer], slice(first, mlp)
+                yield f"blocks.{layer}.hook_attn_out", attn, attn + self.change[heads].sum(0), heads
+            if shape.mlp:
+                both = one.parts[mlp], one.parts[mlp] + self.change[mlp]
+                yield f"blocks.{layer}.hook_mlp_out", *both, slice(mlp, mlp + 1)
 
     def of_runs(
         self,
@@ -266,50 +282,122 @@ class _Gradients:
         itemsize = self.change.element_size() * 2 * len(self.graph.layers)
         budget = tokens_per_run(self.bridge.cfg, self.change.device, self.length, itemsize)
         together = max(1, budget // (self.batch * self.length))
+        first = 0 if self.later is None else self.bridge.hook_dict[name].point.depth
         for at in range(0, len(shares), together):
             some = shares[at : at + together]
             made = torch.cat([corrupted + share * (clean - corrupted) for share in some])
-            self._backward(name, made, len(some), weight / len(shares), senders)
+            n, counts = len(some), weight / len(shares)
+            entered = self._backward({name: made}, n, counts, senders, first)
+            if first and senders == slice(None):
+                of_runs = counts * entered.unflatten(0, (n, -1)).sum(0)
+                self.below[first] = self.below[first] + of_runs if first in self.below else of_runs
 
-    def _backward(self, name: str, made: Tensor, n: int, weight: float, senders: slice) -> None:
+    def _try_less(self, one: SenderOutputs, method: str) -> None:
+        """Tries what need not run: logits where no metric looks, layers before the one in which something is replaced.
+
+        Args:
+            one: the clean run.
+            method: of `METHODS`.
+        """
+        self.logits, layers = one.logits, len(self.graph.layers)
+        self.ends = may_start_later(self.bridge) and close(self._logits_of(one.end[:, -1:]), one.logits[:, -1:])
+        if self.ends and layers > 1 and method.endswith("activations"):
+            run = CorruptedRun(self.bridge, self.prompts, range(1, layers))
+            self.later = run if run.by_position and run.steps else None
+
+    def _logits_of(self, end: Float[Tensor, "batch some d_model"]) -> Tensor:
+        found: Tensor = self.bridge(end, start_at_layer=len(self.graph.layers))
+        return found
+
+    def _total(self, found: Tensor) -> Tensor:
+        """What the metric says of some runs, added up, of their logits or of the stream that these are made of."""
+        parts: Sequence[Tensor] = found.split(self.batch)
+        if self.ends:
+            looked: dict[tuple[int, ...], Sequence[Tensor]] = {}
+
+            def of(number: int, positions: list[int]) -> Tensor:
+                if (here := tuple(positions)) not in looked:  # of all runs together, whose metric is the same
+                    looked[here] = self._logits_of(found[:, positions]).split(self.batch)
+                return looked[here][number]
+
+            parts = [lazy(partial(of, number), self.logits.shape, self.logits) for number in range(len(parts))]
+        return torch.stack([one_number(self.metric, part) for part in parts]).sum()
+
+    def _backward(
+        self,
+        replaced: Mapping[str, Tensor],
+        n: int,
+        weight: float,
+        senders: slice,
+        first: int = 0,
+        below: Mapping[int, Tensor] | None = None,
+    ) -> Tensor:
+        """Gathers the gradients of one pass; gives that of what enters its first layer.
+
+        Args:
+            replaced: what stands at hook points.
+            n: how many runs the batch is of.
+            weight: by which each counts.
+            senders: whose edges get it.
+            first: the first layer that runs.
+            below: in place of the metric, gradients of what enters some layers: what is above does not run.
+        """
         leaves: list[Tensor] = []
         kept: dict[str, Tensor] = {}
+        bridge, begin, below = self.bridge, f"blocks.{first}.hook_resid_pre", below or {}
+        stop = max(below, default=len(self.graph.layers))
 
         def start(stream: Tensor, hook: HookPoint) -> Tensor:
-            leaves.append((made if name == BEGIN else stream).detach().requires_grad_())
+            leaves.append(replaced.get(begin, stream).detach().requires_grad_())
             return leaves[0]
 
         def keep(activation: Tensor, hook: HookPoint) -> Tensor:
             kept[hook.name] = activation
             return activation  # what follows is computed from it
 
-        put: list[Any] = [(BEGIN, start)]
-        if name != BEGIN:
-            put.append((name, lambda activation, hook: made + 0 * activation))  # 0: what is before has a gradient
-        own: dict[str, list[Port]] = {}
-        for port in self.graph.ports:
-            if self.keys.of(port) > 1:
-                own.setdefault(f"blocks.{port.layer}.attn.hook_z", []).append(port)
-                put.append((port.name, keep))
-        put += [(point, keep) for point in own]
+        put: list[Any] = [(begin, start)]
+        for name, made in replaced.items():
+            if name != begin:  # 0: what is before has a gradient
+                put.append((name, lambda activation, hook, made=made: made + 0 * activation))
+        own = self._own_keys(first, stop)
+        put += [(port.name, keep) for ports in own.values() for port in ports]
+        between = {layer: f"blocks.{layer}.hook_resid_pre" for layer in below if layer < stop}
+        put += [(point, keep) for point in (*own, *between.values())]
+        hooks = [
+            (point, gather)
+            for point, gather in self.hooks(n, weight, senders)
+            if first <= bridge.hook_dict[point].point.depth < stop
+        ]
+        given: Any = tiled(self.prompts, n)
+        options: dict[str, Any] = {"stop_at_layer": stop} if below or self.ends else {}
+        if first:
+            assert self.later is not None
+            given = self.later.streams[first].repeat(n, 1, 1)
+            options |= {"start_at_layer": first, **self.later.options(first, stop, n, 0)}
         with torch.enable_grad():
-            logits = self.bridge.run_with_hooks(
-                tiled(self.prompts, n),
-                fwd_hooks=put,
-                bwd_hooks=self.hooks(n, weight, senders),
-            )
-            total = torch.stack([one_number(self.metric, part) for part in logits.split(self.batch)]).sum()
-            _, *found = gradients_of("metric", total, [*leaves, *(kept[point] for point in own)], bool(own))
-        for (point, ports), given in zip(own.items(), found, strict=True):
-            shared = self.keys.of(ports[0])
+            found = bridge.run_with_hooks(given, fwd_hooks=put, bwd_hooks=hooks, **options)
+            total = (found * below[stop]).sum() if below else self._total(found)
+            for layer, point in between.items():
+                total = total + (kept[point] * below[layer]).sum()
+            entered, *at_heads = gradients_of("metric", total, [*leaves, *(kept[point] for point in own)], bool(own))
+        for (point, ports), gradient in zip(own.items(), at_heads, strict=True):
+            shared, reads = self.keys.of(ports[0]), [kept[port.name] for port in ports]
             for head in range(shared):  # each head's own share of what its group's key and value get
-                of_heads = torch.zeros_like(given)
-                of_heads[:, :, head::shared] = given[:, :, head::shared]
-                reads = [kept[port.name] for port in ports]
-                gradients = torch.autograd.grad(kept[point], reads, of_heads, retain_graph=True)
-                for port, gradient in zip(ports, gradients, strict=True):
+                of_heads = torch.zeros_like(gradient)
+                of_heads[:, :, head::shared] = gradient[:, :, head::shared]
+                shares = torch.autograd.grad(kept[point], reads, of_heads, retain_graph=True)
+                for port, share in zip(ports, shares, strict=True):
                     receivers = slice(port.first + head, port.first + port.count, shared)
-                    self._gather(port, receivers, n, weight, senders)(gradient)
+                    self._gather(port, receivers, n, weight, senders)(share)
+        return entered
+
+    def _own_keys(self, first: int, stop: int) -> dict[str, list[Port]]:
+        """The ports of some layers whose receivers read as one in the model, by the point behind their heads."""
+        found: dict[str, list[Port]] = {}
+        for port in self.graph.ports:
+            if self.keys.of(port) > 1 and first <= port.layer < stop:
+                found.setdefault(f"blocks.{port.layer}.attn.hook_z", []).append(port)
+        return found
 
     def hooks(self, n: int, weight: float, senders: slice) -> list[Any]:
         """Backward hooks that add to the scores.
