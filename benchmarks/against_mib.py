@@ -3,9 +3,11 @@
     python benchmarks/against_mib.py THEIRS FOLDER SIZE [ROUNDS]
 
 THEIRS: a Python with TransformerLens 2.18; FOLDER: EAP-IG's `src`; SIZE: "small" (4 layers of 128), "gpt2" (12 of 768)
-or "llama" (8 of 512, keys grouped by four). Random models of one shape, one thread, processor time. Each side is a process
-that computes when it is asked, in turn; the ratio is the median of the rounds'. Exact effects are of a few edges, but in
-the small model of all, and the time that is printed is that of one.
+or "llama" (8 of 512, keys grouped by four).
+
+Random models of one shape, one thread, processor time. Each side is a process that computes when it is asked, in turn;
+the ratio is the median of the rounds'. Exact effects are of a few edges, but in the small model of all, and the time
+that is printed is that of one.
 """
 
 from __future__ import annotations

@@ -201,8 +201,7 @@ def graph_of_features(
         f"the prompt on average"
     )
     if file is not None:
-        found = Path(file).stat()
-        print(f"  the file has {found.st_size / 1e6:.1f} MB, and takes {found.st_blocks / 2e3:.1f}")
+        print(f"  the file has {Path(file).stat().st_size / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -522,7 +523,7 @@ def mean_scores(scores: Iterable[EdgeScores], weights: Sequence[int | float] | N
         weights: how much each counts, such as its number of prompts; None: all the same.
 
     Raises:
-        ValueError: there are none, or they are of different graphs.
+        ValueError: there are none, or they are of different graphs; weights that are not finite or add up to 0.
 
     Example:
         >>> import torch
@@ -533,6 +534,9 @@ def mean_scores(scores: Iterable[EdgeScores], weights: Sequence[int | float] | N
         >>> mean_scores([one, one])["embed->logits"]
         1.0
     """
+    whole = 1.0 if weights is None else sum(weights)
+    if not math.isfinite(whole) or (weights and whole == 0):
+        raise ValueError(f"weights add up to {whole}: there is no mean of such weights")
     graph, total, count = None, torch.zeros(()), 0
     for some in scores:
         if count and some.graph != graph:
@@ -543,7 +547,7 @@ def mean_scores(scores: Iterable[EdgeScores], weights: Sequence[int | float] | N
         raise ValueError("the mean is of one or more scores of the same graph")
     if weights is not None and count != len(weights):
         raise ValueError(f"there are {count} scores and {len(weights)} weights")
-    return EdgeScores(graph, total / (count if weights is None else sum(weights)))
+    return EdgeScores(graph, total / (count if weights is None else whole))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

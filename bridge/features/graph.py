@@ -21,6 +21,7 @@ It knows nothing of what bases are made of, and asks for a picture when one is d
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import partial
@@ -450,7 +451,7 @@ def attribution_graph(
         limit: how many features, errors and tokens are nodes; None: all.
         together: how many rows are computed at once, or fewer where their gradients would take over 1 GiB.
         file: where the adjacency stands, rows being written as they are computed: its memory is the system's to take
-            back. What is zero because it is computed later takes no room there. A file of that name is replaced, and
+            back. Its room on the disk is taken before the first row is computed. A file of that name is replaced, and
             `AttributionGraph.save` writes what can be read again. None: in memory.
         model_kwargs: what else the model takes with it, such as ``pixel_values=``.
 
@@ -461,6 +462,7 @@ def attribution_graph(
         ValueError: a point that is in no basis, or in one of something else inside a part; one that attends to other
             positions by a function that gives no pattern; training mode; no node or no row asked for; a model that is
             not linear where patterns, factors and MLPs are held (a state space, a gate); nothing to attribute.
+        OSError: there is no room for the file.
 
     Example:
         >>> import torch
@@ -485,6 +487,8 @@ def attribution_graph(
         check_positive("limit", limit)
     bases, prompt, kept = _asked(bridge, tokens, points, without_positions, together, model_kwargs)
     _check_logits(logits, bridge.cfg.d_vocab)
+    if file is not None:
+        _take_room(file, 0)  # whether there can be such a file
     with torch.no_grad():
         plain = bridge(prompt)[0, -1].float()
     shares = plain.softmax(-1)
@@ -998,6 +1002,31 @@ class _PatternsHeld(TorchFunctionMode):
             )
 
 
+def _take_room(file: str | Path, n: int) -> None:
+    """Makes a file of zeros for the edges between some nodes.
+
+    It is filled here, since a disk that is found to be full when memory is written back would end the process.
+
+    Args:
+        file: its name. What stood there is replaced; an earlier graph may still use it.
+        n: how many nodes.
+
+    Raises:
+        OSError: there is no room, or no such folder.
+    """
+    path, left, zeros = Path(file), 4 * n**2, bytes(2**20)
+    path.unlink(missing_ok=True)
+    try:
+        with path.open("wb", buffering=0) as made:
+            while left:
+                left -= made.write(zeros[:left])
+            os.fsync(made.fileno())
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        said = f"{error.strerror}: the edges between {n} nodes take {4 * n**2} bytes"
+        raise OSError(error.errno, said, str(file)) from error
+
+
 #: In which order the nodes of a graph stand.
 _ORDER = ("feature", "error", "token", "constant")
 #: How much memory the gradients of the rows that are computed at once may take.
@@ -1146,7 +1175,12 @@ class _ReplacementRun:
         """
         if not any(len(source.entries) for source in self.sources if source.kind == "feature"):
             raise ValueError("no feature is active at these positions: there is nothing to attribute")
-        if limit is not None and sum(len(some.entries) for some in self.sources if some.kind != "constant") > limit:
+        ranked = sum(len(some.entries) for some in self.sources if some.kind != "constant")
+        dropped = limit is not None and ranked > limit
+        if file is not None:
+            most = limit + 1 if limit is not None and dropped else sum(len(some.entries) for some in self.sources)
+            _take_room(file, most + 1 + len(self.tokens))
+        if limit is not None and dropped:
             return self._among(self._most_influential(limit), file, dropped=True)
         return self._among([torch.arange(len(some.entries), device=some.leaf.device) for some in self.sources], file)
 
@@ -1165,7 +1199,7 @@ class _ReplacementRun:
         if file is None:
             adjacency = shares.new_zeros(len(nodes), len(nodes))
         else:
-            Path(file).unlink(missing_ok=True)  # an earlier graph may still stand there
+            os.truncate(file, 4 * len(nodes) ** 2)
             adjacency = torch.from_file(str(file), shared=True, size=len(nodes) ** 2, dtype=shares.dtype)
             adjacency = adjacency.view(len(nodes), len(nodes))
         for at, source in enumerate(self.sources):

@@ -216,6 +216,9 @@ def test_mean_of_batches(gpt2, graph, clean, corrupted):
         mean_scores(rows, [1])
     with pytest.raises(ValueError, match="one or more"):
         mean_scores([])
+    for weights in ([1, -1], [0, 0.0], [1.0, float("inf")], [float("nan"), 1.0]):
+        with pytest.raises(ValueError, match="there is no mean of such weights"):
+            mean_scores(rows, weights)
 
 
 def test_refusals(gpt2, graph, clean, corrupted, metric):

@@ -1,6 +1,8 @@
 """Attribution graphs: against circuit-tracer's own, and edge by edge against interventions."""
 
+import errno
 import math
+import resource
 from pathlib import Path
 
 import pytest
@@ -373,6 +375,28 @@ def test_a_graph_in_a_file_is_the_same(
     written = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.float32)
     assert torch.equal(written.view(graph.adjacency.shape), graph.adjacency)
     assert torch.equal(there.influence(), graph.influence()) and there.largest(30) == graph.largest(30)
+
+
+@pytest.mark.parametrize("limit", [None, 20])
+def test_a_disk_without_room(
+    limit: int | None, placed_deep: tuple[TransformerBridge, list[str], AttributionGraph], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A file that may not become as large as the graph: it is told before a row is computed, and nothing is left."""
+    bridge, points, _ = placed_deep
+    monkeypatch.setattr("bridge.features.graph._ReplacementRun._rows", lambda *_: pytest.fail("a row was computed"))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"the edges between \d+ nodes take \d+ bytes: .*rows") as told:
+            attribution_graph(bridge, TOKENS, points, limit=limit, file=tmp_path / "rows")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert told.value.filename == str(tmp_path / "rows") and told.value.errno == errno.EFBIG
+    assert not (tmp_path / "rows").exists()
+    monkeypatch.setattr(bridge, "run_with_hooks", lambda *_, **__: pytest.fail("the model ran"))
+    with pytest.raises(FileNotFoundError, match="no_such_folder"):
+        attribution_graph(bridge, TOKENS, points, limit=limit, file=tmp_path / "no_such_folder" / "rows")
 
 
 def test_influence_and_edges_do_not_depend_on_how_many_rows_are_looked_at(
