@@ -408,6 +408,45 @@ def test_influence_and_edges_do_not_depend_on_how_many_rows_are_looked_at(
     assert torch.allclose(graph.influence(), influence, rtol=1e-6, atol=0) and graph.largest(200) == edges
 
 
+@pytest.mark.parametrize("limit", [None, 70])
+@pytest.mark.parametrize("kind", ["placed", "placed_across", "placed_deep"])
+def test_rows_of_the_prompts_first_parts(
+    kind: str, limit: int | None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Computed without what is behind them, they are those of the whole prompt."""
+    bridge, points, _ = request.getfixturevalue(kind)
+    whole = attribution_graph(bridge, TOKENS, points, limit=limit, together=5)
+    monkeypatch.setattr("bridge.features.graph._WORTHWHILE", 0)
+    lengths, run = [], bridge.linearised
+    monkeypatch.setattr(bridge, "linearised", lambda prompt, *args, **kwargs: (
+        lengths.append(prompt["input_ids"].shape[1]) or run(prompt, *args, **kwargs)
+    ))  # fmt: skip
+    graph = attribution_graph(bridge, TOKENS, points, limit=limit, together=5)
+    assert set(lengths) == {1, 3, 4, 6} or (limit is not None and {3, 4} & set(lengths))
+    assert graph.nodes == whole.nodes
+    for name in ("adjacency", "values", "received"):
+        assert torch.allclose(getattr(graph, name), getattr(whole, name), rtol=0, atol=1e-5)
+    assert torch.allclose(graph.influence(), whole.influence(), rtol=0, atol=1e-5)
+
+
+def test_rows_that_need_what_is_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A basis that reads later positions: at the prompt's first tokens other features are active without these."""
+    monkeypatch.setattr("bridge.features.graph._WORTHWHILE", 0)
+    bridge = reference_bridge("gpt2")
+    W = torch.randn(32, 24, generator=torch.Generator().manual_seed(0)) / 4
+    point = bridge.add_basis(
+        "blocks.1.hook_mlp_out", "both", reads="blocks.1.hook_resid_mid",
+        encode=lambda x: ((x + x.mean(1, keepdim=True)) @ W).relu(), decode=lambda features: features @ W.T,
+    )  # fmt: skip
+    graph = attribution_graph(bridge, TOKENS, [point.name])
+    monkeypatch.setattr("bridge.features.graph._PREFIXES", 1)
+    right = attribution_graph(bridge, TOKENS, [point.name])
+    assert graph.nodes == right.nodes and torch.equal(graph.adjacency, right.adjacency)
+    later = [i for i, node in enumerate(graph.nodes) if node.kind == "token" and node.pos == 5]
+    first = [i for i, node in enumerate(graph.nodes) if node.kind == "feature" and node.pos == 0]
+    assert graph.adjacency[first][:, later].abs().max() > 1e-3
+
+
 def test_a_limit_that_all_fit_in_changes_nothing(placed: tuple[TransformerBridge, list[str], AttributionGraph]) -> None:
     bridge, points, whole = placed
     graph = attribution_graph(bridge, TOKENS, points, limit=len(whole.nodes))
