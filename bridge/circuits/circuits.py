@@ -13,7 +13,8 @@ The mechanism, in order:
    (`edge_attribution`).
 4. `EdgeScores.top`, `greedy` and `threshold` choose circuits by scores.
 5. `run_with_edges_replaced` (`bridge.circuits.edge_runs`) runs a model in which all other edges carry something else;
-   `evaluations` measures the metric of circuits and of all that is outside of them.
+   `evaluations` measures the metric of circuits and of all that is outside of them. `OwnKeys`: where the graph's query
+   heads have keys that the model has for a group, each row runs once for each head of a group.
 
 It refuses a model whose stream is no plain sum, or a part of which has no input of its own; pairs of other shapes;
 edges that do not exist. It knows nothing of features in a basis; pictures it asks for when one is drawn.
