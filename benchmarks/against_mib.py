@@ -6,8 +6,8 @@ THEIRS: a Python with TransformerLens 2.18; FOLDER: EAP-IG's `src`; SIZE: "shipp
 one: "small" (4 layers of 128), "gpt2" (12 of 768), "llama" (8 of 512, keys grouped by four).
 
 Both sides have the same weights and prompts. One thread, processor time. Each side is a process that computes when it
-is asked, in turn; the ratio is the median of the rounds'. Exact effects are of a few edges but in models of four layers,
-and the time that is printed is that of one. CPR and CMD are of their scores of EAP-IG over inputs.
+is asked, in turn; the ratio is the median of the rounds'. Exact effects are of a few edges but in models of four
+layers, and the time that is printed is that of one. CPR and CMD are of their scores of EAP-IG over inputs.
 
 In rotary models their code, on TransformerLens, misses gradients at the first layer's heads while it replaces the
 embeddings: those scores of EAP-IG over activations are not compared.
