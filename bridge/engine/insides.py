@@ -260,6 +260,8 @@ def repair(config: Any, routers: bool) -> None:
     GPT-2 (0.32.0): its attention joins the heads itself, and is given them joined; and what it does not load from old
     files, ``attn.bias``, is taken for a part of the name of its biases, ``c_attn.bias``, which stay zero.
 
+    Granite (0.31.0, 0.32.0): its logits are divided by a number that the backend does not know by that name.
+
     A mixture of experts is one kernel there, in which nobody can look into the router. If its choice is asked for, the
     model's own router runs, as it does where vLLM does not know the mixture.
 
@@ -267,6 +269,8 @@ def repair(config: Any, routers: bool) -> None:
         config: transformers' of the model.
         routers: the choice of its routers is asked for.
     """
+    if (divided := getattr(config, "logits_scaling", None)) is not None:
+        config.logit_scale = 1 / divided
     if routers:
         mixtures = importlib.import_module("vllm.model_executor.models.transformers.moe")
         mixtures.MoEBlockFuser.match = lambda block, name: None
