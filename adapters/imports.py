@@ -153,6 +153,15 @@ def check_batching() -> None:
     _require("generate_batch", "5.20")
 
 
+def check_tensor_parallel() -> None:
+    """Refuses tensor parallelism before 5.13, where `DistributedConfig` has no plan, and no parameter says its part.
+
+    Raises:
+        VersionError: transformers is older.
+    """
+    _require("a model that processes share (tensor parallelism)", "5.13")
+
+
 def check_checkpointed_gradients() -> None:
     """Refuses to listen to gradients in a checkpointed block before 5.23: the checkpoint has its hooks in it.
 
