@@ -15,6 +15,7 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import nn
+from torch._guards import CompileContext, TracingContext
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -97,6 +98,17 @@ def _check_versions() -> None:
 _check_versions()
 
 
+def is_compiling() -> bool:
+    """Whether torch compiles, or exports, what this thread runs.
+
+    ``torch.compiler.is_compiling`` is true in every thread from 2.13 on, while one of them compiles anything.
+    """
+    if not torch.compiler.is_compiling():
+        return False
+    here = torch.compiler.is_dynamo_compiling()  # in code that is being read; elsewhere it runs beside the compiler
+    return here or CompileContext.try_get() is not None or TracingContext.try_get() is not None
+
+
 def registered_conversions() -> set[str]:
     """The names for which a user registered how weights are converted, as transformers keeps them.
 
@@ -139,6 +151,15 @@ def check_batching() -> None:
         VersionError: transformers is older.
     """
     _require("generate_batch", "5.20")
+
+
+def check_tensor_parallel() -> None:
+    """Refuses tensor parallelism before 5.13, where `DistributedConfig` has no plan, and no parameter says its part.
+
+    Raises:
+        VersionError: transformers is older.
+    """
+    _require("a model that processes share (tensor parallelism)", "5.13")
 
 
 def check_checkpointed_gradients() -> None:
