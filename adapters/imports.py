@@ -154,12 +154,12 @@ def check_batching() -> None:
 
 
 def check_tensor_parallel() -> None:
-    """Refuses tensor parallelism before 5.13, where `DistributedConfig` has no plan, and no parameter says its part.
+    """Refuses tensor parallelism before 5.16, where no parameter says which part of a weight it is.
 
     Raises:
         VersionError: transformers is older.
     """
-    _require("a model that processes share (tensor parallelism)", "5.13")
+    _require("a model that processes share (tensor parallelism)", "5.16")
 
 
 def check_checkpointed_gradients() -> None:

@@ -553,7 +553,7 @@ def layout_of(model: nn.Module) -> Layout | None:
 
     Raises:
         SpreadModelError: hook points would show parts, or nothing says what they would show.
-        VersionError: it is tensor parallel, and transformers is older than 5.13.
+        VersionError: it is tensor parallel, and transformers is older than 5.16.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel

@@ -250,7 +250,7 @@ libraries: empty ones stand in their place (`benchmarks/without_cuda.py`).
 
 What differs between versions is in `adapters/imports.py`, each difference with the version and the reason.
 What a version cannot do is refused by name when it is asked for: `export` needs transformers 5.23 and torch 2.11,
-loading with patches transformers 5.21, `generate_batch` 5.20, tensor parallelism 5.13, a gradient hook in a block with
+loading with patches transformers 5.21, `generate_batch` 5.20, tensor parallelism 5.16, a gradient hook in a block with
 activation checkpointing 5.23.
 In thirteen classes transformers 5.15 or 5.21 changed the mixture or the block (DeepSeek V3, Granite's mixtures, Moshi).
 In earlier versions their adapter is inferred from a run. If a version itself computes something wrongly,
