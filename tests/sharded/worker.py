@@ -23,7 +23,8 @@ from adapters.imports import VersionError
 from tests.sharded import cases, models
 
 WRONG = (
-    pytest.fail.Exception, AssertionError, LookupError, TypeError, ValueError, RuntimeError, AttributeError, VersionError,
+    pytest.fail.Exception, AssertionError, LookupError, TypeError, ValueError, RuntimeError, AttributeError,
+    VersionError,
 )  # fmt: skip
 
 
