@@ -499,7 +499,7 @@ class Engine:
             number: of what is captured of it.
         """
         salt = {"cache_salt": request.edit.key} if request.edit.sites else {}
-        ticket = {"number": number, "capture": self._kept_for(request.capture), "adapter": request.adapter}
+        ticket = {"number": number, "capture": self._kept_for(request.capture)}
         ticket |= {"edit": request.edit.key} if salt else {}
         return {"prompt_token_ids": request.prompt, **salt}, ticket
 

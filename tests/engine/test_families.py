@@ -38,6 +38,10 @@ FAMILIES = {
     "Phi3Config": LLAMA,
     "GPTNeoXConfig": {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"},
     "Olmo2Config": LLAMA,
+    "GraniteConfig": {
+        **LLAMA, "logits_scaling": 3.0, "residual_multiplier": 0.7, "embedding_multiplier": 2.0,
+        "attention_multiplier": 0.2,
+    },
     "MixtralConfig": {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
 }  # fmt: skip
 FIRST = ("GPT2Config", "MixtralConfig")
@@ -53,6 +57,8 @@ EVERY = [
 ]
 
 
+#: What Granite's blocks multiply before they add it: no column of a module's output.
+TIMES = ["hook_attn_out", "hook_mlp_out"]
 #: The router's choice in a mixture of experts.
 MIXTURE = ["hook_topk_weights", "hook_expert_indices"]
 
@@ -76,11 +82,12 @@ def test_a_family(name: str, tmp_path: Path) -> None:
     points = dict.fromkeys([*(hook.name for hook in bridge.select_hooks(None)), *chosen])
     engine = Engine(tmp_path, list(points), rows=8, **OPTIONS)
     try:
-        wanted = [f"blocks.{layer}.{point}" for layer in range(2) for point in EVERY]
+        here = [point for point in EVERY if name != "GraniteConfig" or point not in TIMES]
+        wanted = [f"blocks.{layer}.{point}" for layer in range(2) for point in here]
         assert {*wanted, *chosen} <= set(engine.offered()), {p: engine.refused.get(p) for p in [*wanted, *chosen]}
         drawn = random.Random(0)
         prompts = prompts_of(drawn, 8)
-        points = drawn.sample(wanted[:4] + wanted[7:11], 8)
+        points = drawn.choices([point for point in wanted if "hook_resid" in point or "_out" in point], k=8)
         vectors = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
         each = [Interventions([(point, Add(vector, 0.5))]) for point, vector in zip(points, vectors, strict=True)]
         assert_alone(engine, bridge, prompts, each, 5, [*wanted, *chosen])
