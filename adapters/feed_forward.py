@@ -282,7 +282,8 @@ class MLP:
         flat: the norm before it, `up` and `down` work on ``(batch pos)`` rows.
         given: the argument of the block that its activated neurons are multiplied with (the inputs per layer of
             Gemma 4), where its layers stand in the block itself: `hook_pre_linear` shows it.
-        activation: the module that is its activation function, relative to `path`, where that has no name.
+        activation: the module that is its activation function, relative to `path`, where that has no name; or a method
+            of its own that its neurons go through before the one that has a name (``_gaussian_topk``, Gemma 3n).
     """
 
     path: str
@@ -305,6 +306,8 @@ class MLP:
         """
         if self.activation is None:
             return activated(act_fn, pre, linear, config)
+        if (before := getattr(type(module), self.activation, None)) is not None:
+            return activated(act_fn, before(module, pre), linear, config)
         made: Tensor = module.get_submodule(self.activation).forward(pre)
         return made if linear is None else made * linear
 

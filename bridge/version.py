@@ -34,7 +34,7 @@ def check_versions() -> None:
 
 @cache
 def built() -> str:
-    """The version, and a digest of the code that infers, proves and runs: checkouts between two releases differ in it."""
+    """The version, and a digest of the code that infers, proves and runs: another commit has another."""
     found = hashlib.sha256()
     for name in ("adapters", "bridge"):
         spec = util.find_spec(name)

@@ -268,7 +268,8 @@ class Mechanics:
         """Each stream between two steps that is written through: its name, the next, what is added, and the sum."""
         for place in places_of(self.bridge):
             first, prefix = place.named, place.prefix
-            if first.first and first.before.startswith("hook_resid_mid"):
+            mixed_by_its_block = first.step.mix is not None and first.step.mix.by_block
+            if first.first and first.before.startswith("hook_resid_mid") and not mixed_by_its_block:
                 steps = place.stack.block_at(place.layer).named
                 added = [f"{prefix}hook_{named.name}_out" for named in steps if named.after == first.after]
                 if first.step.mix:
