@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from adapters.inputs import arguments_of, repeated, split
 from adapters.observe.observe import WRONG, one_line
-from adapters.proofs.evidence import Bridge, Findings, Hook, HookFunction
+from adapters.proofs.evidence import Bridge, Findings, Hook, HookFunction, few_tokens
 from adapters.views import Kwargs
 
 SLOPES = "the gradient at a hook point is the slope of an edit there"
@@ -58,6 +58,10 @@ class Slopes:
     def prove(self) -> None:
         """Looks at all of them."""
         self.findings.claim(SLOPES)
+        with few_tokens(self.bridge, *split(self.bridge.core, self.given)):
+            self._prove_rows()
+
+    def _prove_rows(self) -> None:
         points = {name: self.bridge.hook_dict[name].point for name in self.names}
         rows = [
             name for name, each in points.items()
