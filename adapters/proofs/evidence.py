@@ -580,7 +580,9 @@ def randomized_run(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> E
     clips = [part.clip or 0.0 for _, part in evidence.attentions()]
     for end in (".hook_q", ".hook_k", ".hook_v"):  # beyond every clamp, in the rows of large values
         sizes[end] = max([sizes[end], *(clip / 4 for clip in clips)])
-    names = [name for name, hook in bridge.hook_dict.items() if hook.point.group != "heavy"]
+    # A state at each position may take more than the model, and no claim is of one.
+    points = {name: hook.point for name, hook in bridge.hook_dict.items()}
+    names = [name for name, each in points.items() if each.group != "heavy" and each.site.key != "state"]
 
     def look(x: Tensor, hook: Hook) -> Tensor | None:
         size = next((size for end, size in sizes.items() if hook.name.endswith(end)), None)

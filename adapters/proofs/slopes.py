@@ -23,6 +23,8 @@ _SIZES = (2e-3, 4e-4, 1e-4)
 _NEAR = 0.1
 #: How many rows are in one run, each with edits at some of the points; and where each has one edit.
 _ROWS, _ROWS_ALONE = 12, 24
+#: Into how many parts a group is taken apart that is off.
+_PARTS = 4
 #: How many times the last digit of a logit a sum of them may be off by.
 _ROUNDED = 30
 #: What stands for infinity.
@@ -34,7 +36,7 @@ _CHOOSE = ("hook_expert_indices", "embed.hook_in")
 class Slopes:
     """Edits at many points at once, each of a size that its gradient says moves the sum of logits as much as others.
 
-    Edits add up: where they do not move it as far as all gradients say, they are tried apart.
+    Edits add up: where they do not move it as far as all gradients say, fewer are tried together, at last each alone.
 
     Args:
         bridge: the bridge.
@@ -86,22 +88,27 @@ class Slopes:
         moved = sorted((name for name in moves if moves[name]), key=lambda name: moves[name])
         still = [name for name in moves if not moves[name]]
         most = min(_ROWS, max(_ROWS // 2, len(moved) // 50))
-        groups = [*_shared_out(moved, most), *_shared_out(still, 2)]
-        alone: list[list[str]] = []
-        if not groups:
-            return
         with torch.no_grad():
-            for group, (off, told) in zip(groups, self._off(groups, _SIZES[0]), strict=True):
+            alone = self._apart([*_shared_out(moved, most), *_shared_out(still, 2)])
+            for start in range(0, len(alone), _ROWS_ALONE):
+                self._alone(alone[start : start + _ROWS_ALONE])
+
+    def _apart(self, groups: list[Sequence[str]]) -> list[Sequence[str]]:
+        """Those that are off by themselves: of a group that is, the parts are tried, and so on."""
+        alone: list[Sequence[str]] = []
+        while groups:
+            some, groups = groups[:_ROWS_ALONE], groups[_ROWS_ALONE:]
+            for group, (off, told) in zip(some, self._off(some, _SIZES[0]), strict=True):
                 if off:
-                    alone += [[name] for name in group]
+                    parts = _shared_out(group, _PARTS)
+                    groups, alone = (groups + parts, alone) if len(group) > 1 else (groups, alone + parts)
                     continue
                 self.moved |= set(group) if told else set()
                 for name in group:
                     self.findings.holds(SLOPES, name, True)
-            for start in range(0, len(alone), _ROWS_ALONE):
-                self._alone(alone[start : start + _ROWS_ALONE])
+        return alone
 
-    def _alone(self, points: list[list[str]]) -> None:
+    def _alone(self, points: Sequence[Sequence[str]]) -> None:
         tried = [self._off(points, size) for size in _SIZES]
         for (name,), *found in zip(points, *tried, strict=True):
             sized = [off for off, told in found if off or told]  # of some sizes nothing is seen
