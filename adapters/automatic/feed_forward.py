@@ -138,15 +138,15 @@ class FoundMLP:
             columns = list(index)
             if not self._is_elementwise(made, row, columns, gradient[row]):
                 continue
-            derivative = gradient[row][columns] / weights
-            value = made.detach()[row][columns]
+            derivative = gradient[row][_at(index)] / weights
+            value = made.detach()[row][_at(index)]
             at = self.post.value[row]
             is_linear = agree(derivative * value, at)
             (self.linear if is_linear else self.activated).append((call, index))
 
     def _is_elementwise(self, made: Tensor, row: tuple[int, ...], columns: list[int], gradient: Tensor) -> bool:
         """Whether some neurons, alone, each reach back to their own column, and to no other of this part."""
-        live = [n for n in range(self.d_mlp) if float(gradient[columns[n]]) != 0]
+        live = gradient[_at(columns)].nonzero().flatten().tolist()
         if len(live) < 2:
             return False
         others = set(columns)
@@ -203,7 +203,7 @@ class FoundMLP:
     def _by_zeros(self, two: list[Found]) -> tuple[Found, Found]:
         """Of two, the one whose negative values put the neuron out is the gate."""
         for gate, up in ((two[0], two[1]), (two[1], two[0])):
-            value = gate[0].left[0].value[..., list(gate[1])]
+            value = gate[0].left[0].value[..., _at(gate[1])]
             if bool(((self.post.value == 0) == (value <= 0)).all()):
                 return gate, up
         raise NotFound("which of its two projections is the gate cannot be told")
@@ -219,8 +219,8 @@ class FoundMLP:
         """The module that computes the activation function."""
         owner = self.part.owner
         call, index = gate or up
-        before, post = call.left[0].value[..., list(index)], self.post.value
-        other = up[0].left[0].value[..., list(up[1])] if gate else 1.0
+        before, post = call.left[0].value[..., _at(index)], self.post.value
+        other = up[0].left[0].value[..., _at(up[1])] if gate else 1.0
         for each in self.part.inside if owner else ():
             made = each.left[0].value if each.left and each.entered and each.is_leaf else None
             if made is None or each.entered is None or not torch.equal(each.entered.value, before):
@@ -231,7 +231,7 @@ class FoundMLP:
 
     def _times_an_argument(self, up: Found) -> str | None:
         """The argument of the block that the activated neurons are multiplied with."""
-        before, post = up[0].left[0].value[..., list(up[1])], self.post.value
+        before, post = up[0].left[0].value[..., _at(up[1])], self.post.value
         for name, other in self.given.items():
             if other.shape != post.shape:
                 continue
@@ -245,14 +245,19 @@ class FoundMLP:
     def _activation(self, gate: Found | None, up: Found) -> str | None:
         """The name of the activation function."""
         call, index = gate or up
-        before = call.left[0].value[..., list(index)]
-        other = up[0].left[0].value[..., list(up[1])] if gate else None
+        before = call.left[0].value[..., _at(index)]
+        other = up[0].left[0].value[..., _at(up[1])] if gate else None
         post = self.post.value
         for name in self.names:
             made = activated(name, before, other, self.config)
             if made is not None and agree(made, post, each=True):
                 return name
         return None
+
+
+def _at(index: Sequence[int]) -> Tensor:
+    """Columns, as an index: torch looks at a list number by number."""
+    return torch.tensor(index)
 
 
 def _ways(width: int, d_mlp: int) -> list[tuple[int, ...]]:
