@@ -179,8 +179,10 @@ class FoundMLP:
         else:
             gate, up = self._by_trying(activated)
         self.act_fn = self._activation(gate, up)
+        factor = None if self.act_fn else self._factor(gate, up)
+        self.act_fn = self.act_fn if factor is None else self._activation(gate, up, factor)
         given = None if self.act_fn or gate or self.part.owner else self._times_an_argument(up)
-        activation = None if self.act_fn else self._activation_module(gate, up)
+        activation: str | float | None = factor if self.act_fn else self._activation_module(gate, up)
         if self.said and self.act_fn and act_fn_name(self.act_fn) != self.said:
             self.act_fn, other = None, self.act_fn
             activation = self._activation_module(gate, up)
@@ -242,10 +244,22 @@ class FoundMLP:
                     return name
         return None
 
-    def _activation(self, gate: Found | None, up: Found) -> str | None:
+    def _factor(self, gate: Found | None, up: Found) -> float | None:
+        """What enters the module of the activation function is multiplied with before (Falcon-H1)."""
+        call, index = gate or up
+        before = call.left[0].value[..., _at(index)].double()
+        for each in self.part.inside:
+            entered = each.entered.value if each.entered and each.is_leaf and not each.is_linear else None
+            if entered is not None and entered.shape == before.shape:
+                factor = float((entered * before).sum() / before.square().sum())
+                if agree(factor * before, entered.double(), each=True):
+                    return rounded(factor)
+        return None
+
+    def _activation(self, gate: Found | None, up: Found, factor: float = 1.0) -> str | None:
         """The name of the activation function."""
         call, index = gate or up
-        before = call.left[0].value[..., _at(index)]
+        before = call.left[0].value[..., _at(index)] * factor
         other = up[0].left[0].value[..., _at(up[1])] if gate else None
         post = self.post.value
         for name in self.names:

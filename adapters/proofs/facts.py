@@ -312,7 +312,7 @@ def _biases(place: LayerStep) -> list[str]:
 
 
 def _of_part(place: LayerStep, part: Part) -> list[str]:
-    if isinstance(part, MLP) and part.activation:
+    if isinstance(part, MLP) and isinstance(part.activation, str):
         return [join(place.module, part.activation)]
     if not isinstance(part, Attention):
         return []
