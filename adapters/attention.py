@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
+from adapters.imports import is_compiling
 from adapters.linear import bias_of, head_results, project_per_head
 from adapters.norms import Norm, norm_points
 from adapters.points import LinkedPoint, PointList, Site, SiteKind, join, module_path
@@ -54,7 +55,7 @@ class PerHeadInput(Derived):
         for _, shift in call.sources[1:]:
             normed = normed + shift.unsqueeze(-2)
         projected = self.part.put(x, project_per_head(call.module, self.part, normed, call), call)
-        if torch.compiler.is_compiling() or isinstance(x, FakeTensor):
+        if is_compiling() or isinstance(x, FakeTensor):
             return projected
         # Positions that nobody changed keep what the model made, of an edited norm too; gradients come through `new`.
         changed = None if new.requires_grad else (new != self.get(x, call)).flatten(2).any(-1)
@@ -160,7 +161,7 @@ UNKNOWN = Projection("")
 
 def writes_over() -> bool:
     """Whether a result may be written over what it was made from: no graph needs that."""
-    return not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+    return not (torch.is_grad_enabled() or is_compiling())
 
 
 def per_head(x: Float[Tensor, "batch kv_head *any"], n_heads: int) -> Float[Tensor, "batch head *any"]:

@@ -15,6 +15,7 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import nn
+from torch._guards import CompileContext, TracingContext
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -95,6 +96,17 @@ def _check_versions() -> None:
 
 
 _check_versions()
+
+
+def is_compiling() -> bool:
+    """Whether torch compiles, or exports, what this thread runs.
+
+    ``torch.compiler.is_compiling`` is true in every thread from 2.13 on, while one of them compiles anything.
+    """
+    if not torch.compiler.is_compiling():
+        return False
+    here = torch.compiler.is_dynamo_compiling()  # in code that is being read; elsewhere it runs beside the compiler
+    return here or CompileContext.try_get() is not None or TracingContext.try_get() is not None
 
 
 def registered_conversions() -> set[str]:

@@ -1,7 +1,8 @@
 """64 requests of mixed lengths: one by one, in a padded batch, by transformers' own continuous batching, and by ours.
 
 Ours with an edit of its own for each request, with one captured activation, and with nothing. The ways take turns in
-one process; seconds are the best (on a processor, of its own time), the ratio to transformers' own is the median.
+one process; seconds are the best (on a processor, of its own time), the ratio to transformers' own is the median. With
+--compiled, plain requests are also compiled, as transformers does it; with --prefix N all prompts begin alike.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 import transformers
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import CompileConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from bridge import TransformerBridge
 from bridge.generation.batch import capacity_for
@@ -31,7 +32,9 @@ def model(width: int, device: str) -> TransformerBridge:
     return TransformerBridge(made)
 
 
-def ways(bridge: TransformerBridge, prompts: list[list[int]], new: int) -> dict[str, Callable[[], object]]:
+def ways(
+    bridge: TransformerBridge, prompts: list[list[int]], new: int, compiled: bool
+) -> dict[str, Callable[[], object]]:
     """What is timed, by name."""
     core, device = bridge.core, bridge.core.device
     point = f"blocks.{(bridge.cfg.n_layers - 1) // 2}.hook_resid_post"
@@ -50,14 +53,25 @@ def ways(bridge: TransformerBridge, prompts: list[list[int]], new: int) -> dict[
             tokens[row, -len(prompt) :], mask[row, -len(prompt) :] = torch.tensor(prompt, device=device), 1
         core.generate(tokens, attention_mask=mask, **greedy)
 
-    def own() -> None:
+    varlen = CompileConfig(fullgraph=False, dynamic=True, mode="default")
+
+    def own(compile_config: CompileConfig | None = None) -> None:
         config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
-        pages = capacity_for(core, [len(prompt) for prompt in prompts], new).config(len(prompts))
+        pages = capacity_for(core, [len(prompt) for prompt in prompts], new).config(len(prompts), True)
+        pages.varlen_compile_config = compile_config
         core.generate_batch(prompts, generation_config=config, continuous_batching_config=pages, warmup=False)
 
     def of_ours(**more: object) -> Callable[[], object]:
         return lambda: list(bridge.generate_batch(prompts, new, **ours, **more))
 
+    def of_ours_compiled() -> None:
+        core.generation_config.compile_config = varlen
+        try:
+            of_ours()()
+        finally:
+            core.generation_config.compile_config = None
+
+    both = {"transformers', compiled": lambda: own(varlen), "generate_batch, compiled": of_ours_compiled}
     return {
         "one by one": one_by_one,
         "padded batch": padded,
@@ -66,6 +80,7 @@ def ways(bridge: TransformerBridge, prompts: list[list[int]], new: int) -> dict[
         "generate_batch": of_ours(),
         "generate_batch, one point kept": of_ours(capture=point),
         "generate_batch, an edit for each": of_ours(each=each),
+        **(both if compiled else {}),
     }
 
 
@@ -76,13 +91,16 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--prefix", type=int, default=0, help="so many tokens that all prompts begin with")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     bridge = model(given.width, given.device)
-    prompts = [torch.randint(3, 4096, (int(n),)).tolist() for n in torch.randint(4, 121, (64,))]
-    jobs = ways(bridge, prompts, given.new)
+    prefix = torch.randint(3, 4096, (given.prefix,)).tolist()
+    prompts = [prefix + torch.randint(3, 4096, (int(n),)).tolist() for n in torch.randint(4, 121, (64,))]
+    jobs = ways(bridge, prompts, given.new, given.compiled)
     clock = time.process_time if given.device == "cpu" else time.perf_counter  # of all threads: others may be busy
     took: dict[str, list[float]] = {name: [] for name in jobs}
     for turn in range(given.turns + 1):  # the first warms up

@@ -268,7 +268,7 @@ THEIRS = {
     "_stash_obj_in_tls", "_get_obj_in_tls", "_is_key_in_tls", "_from_config", "_no_split_modules", "_fields",
     "_current_graph_task_id", "_remove_final_layer_norm", "_local_mapping", "_apply_gate",
     "_can_set_experts_implementation", "_model_mapping", "_model_forward", "_zero_block_ids",
-    "_keys_to_ignore_on_load_unexpected",
+    "_keys_to_ignore_on_load_unexpected", "_compiled_varlen", "_create_batch_processor",
 }  # fmt: skip
 
 

@@ -340,7 +340,7 @@ class Affine:
             ValueError: its weight has zeros: no tensor would become this one.
         """
         weight = self._weight(block)
-        if weight is not None and not (torch.compiler.is_compiling() or weight.is_meta or is_fake(weight)):
+        if weight is not None and not (torch.compiler.is_dynamo_compiling() or weight.is_meta or is_fake(weight)):
             zeros = int((weight == 0).sum())
             if zeros:
                 raise ValueError(

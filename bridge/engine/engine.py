@@ -64,8 +64,10 @@ from bridge.version import built
 
 #: The keys of sites inside attention that are computed from queries and keys.
 _COMPUTED = ("scores", "pattern")
+#: What a router chooses: which experts, and how much of each.
+_CHOICE = ("mlp.hook_topk_weights", "mlp.hook_expert_indices")
 #: Of what is kept of a proof: a number that changes with it.
-_FORM = 3
+_FORM = 4
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,7 @@ class Engine:
             placed |= {f"{n} {key}": {**point, "key": key} for key in "qk"}
         #: The model, the type, and what the worker is told.
         room = {"rows": rows, "rank": rank, "probes": probes}
+        room["routers"] = any(n.endswith(_CHOICE) for n in placed)
         options |= insides.adapter_options(self.adapters)
         self.started_with = name, str(dtype).removeprefix("torch."), {**room, "points": placed}, options
         self._vllm = insides.started(*self.started_with)
@@ -195,7 +198,7 @@ class Engine:
                     self.refused[computed] = found["refused"]
                     continue
                 columns, shape = tuple(found["columns"]), tuple(found["shape"])
-                self._places[n] = EnginePlace(found["site"], found["width"], columns, shape)
+                self._places[n] = EnginePlace(found["site"], found["width"], columns, shape, found["counts"])
                 if computed != n:
                     self._kernels[computed] = found["kernel"]
             if plain is not None:
@@ -435,6 +438,11 @@ class Engine:
                 f"{computed[0]} is computed from queries and keys when an engine is done, so it can be captured here "
                 "and not changed: use bridge.generate_batch"
             )
+        if counts := [hook.name for hook, _ in pairs if self._places[base_of(hook)].counts]:
+            raise ValueError(
+                f"{counts[0]} holds the numbers of the experts that were chosen, which an engine shows and does not "
+                "change: change hook_topk_weights, or use bridge.generate_batch"
+            )
         checked = Interventions([(hook.name, fn) for hook, fn in pairs], self.bridge)
         lowered = [(hook, fn) for (hook, _), (_, fn) in zip(pairs, checked, strict=True)]
         edit = lower(lowered, self._places, self._rank, self._order, self._probes)
@@ -491,7 +499,7 @@ class Engine:
             number: of what is captured of it.
         """
         salt = {"cache_salt": request.edit.key} if request.edit.sites else {}
-        ticket = {"number": number, "capture": self._kept_for(request.capture), "adapter": request.adapter}
+        ticket = {"number": number, "capture": self._kept_for(request.capture)}
         ticket |= {"edit": request.edit.key} if salt else {}
         return {"prompt_token_ids": request.prompt, **salt}, ticket
 

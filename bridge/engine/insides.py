@@ -18,6 +18,7 @@
 | ``LoRARequest``, ``base_layer`` | adapters; a module with adapters stands around the plain one, at its path |
 | ``lora_ops.bgmv_shrink`` | requests without an adapter, beside others that have one (`repair`) |
 | ``ColumnParallelLinear``, ``RowParallelLinear`` | whose columns are shared out over processes |
+| ``MoEBlockFuser`` | makes of a mixture one kernel, router and all: not where its choice is asked for (`repair`) |
 | ``model.fusers`` | which modules of the tree were made one: a projection is some columns of that |
 """
 
@@ -250,7 +251,7 @@ def worker_class() -> type:
     raise ValueError("bridge.engine is for processors and CUDA")
 
 
-def repair(config: Any) -> None:
+def repair(config: Any, routers: bool) -> None:
     """Puts right what vLLM does to requests beside adapters, and its Transformers backend to one type of model.
 
     Adapters on processors (0.31.0, 0.32.0): a request without one has the number -1, and torch takes the last adapter's
@@ -259,9 +260,20 @@ def repair(config: Any) -> None:
     GPT-2 (0.32.0): its attention joins the heads itself, and is given them joined; and what it does not load from old
     files, ``attn.bias``, is taken for a part of the name of its biases, ``c_attn.bias``, which stay zero.
 
+    Granite (0.31.0, 0.32.0): its logits are divided by a number that the backend does not know by that name.
+
+    A mixture of experts is one kernel there, in which nobody can look into the router. If its choice is asked for, the
+    model's own router runs, as it does where vLLM does not know the mixture.
+
     Args:
         config: transformers' of the model.
+        routers: the choice of its routers is asked for.
     """
+    if (divided := getattr(config, "logits_scaling", None)) is not None:
+        config.logit_scale = 1 / divided
+    if routers:
+        mixtures = importlib.import_module("vllm.model_executor.models.transformers.moe")
+        mixtures.MoEBlockFuser.match = lambda block, name: None
     kernels = importlib.import_module("vllm.lora.ops.torch_ops.lora_ops")
     shrink = kernels.bgmv_shrink
     if shrink.__name__ != "shrink_own":  # once in a process
@@ -312,6 +324,7 @@ class Span:
         begin, end: its tokens in the pass.
         first: the place of the first of them in its sequence.
         prompt: how many tokens its prompt has.
+        altered: its keys and values are of an edit, or of an adapter.
     """
 
     ticket: Mapping[str, Any]
@@ -320,6 +333,7 @@ class Span:
     end: int
     first: int
     prompt: int
+    altered: bool
 
 
 def spans_of(runner: Any) -> list[Span]:
@@ -327,14 +341,16 @@ def spans_of(runner: Any) -> list[Span]:
     batch = runner.input_batch
     found = []
     for place, name in enumerate(batch.req_ids[: batch.num_reqs]):
-        params = runner.requests[name].sampling_params
+        request = runner.requests[name]
+        params = request.sampling_params
         ticket = ((params.extra_args if params is not None else None) or {}).get("bridge", {})
         # Of a request of several continuations each is a request of its own, named "number_name".
         number, _, rest = name.partition("_")
         sample = int(number) if rest and number.isdigit() else 0
         begin, end = (int(x) for x in runner.query_start_loc.np[place : place + 2])
         first, prompt = int(batch.num_computed_tokens_cpu[place]), int(batch.num_prompt_tokens[place])
-        found.append(Span(ticket, sample, begin, end, first, prompt))
+        altered = bool(ticket.get("edit")) or request.lora_request is not None
+        found.append(Span(ticket, sample, begin, end, first, prompt, altered))
     return found
 
 
@@ -353,14 +369,14 @@ def zero_begun_blocks(runner: Any, spans: Sequence[Span], edited: set[int]) -> N
     stale: set[int] = set()
     for table in runner.input_batch.block_table.block_tables:
         for place, span in enumerate(spans):
-            if not edited and not _altered(span):
+            if not edited and not span.altered:
                 continue
             last = span.first + span.end - span.begin
             first, last = -(-span.first // table.block_size), -(-last // table.block_size)
             begun = set(table.block_table.np[place, first:last].tolist())
             stale |= begun & edited
             edited ^= begun & edited
-            if _altered(span):
+            if span.altered:
                 edited |= begun
     if stale and runner.device.type != "cpu":
         runner._zero_block_ids(sorted(stale))
@@ -371,11 +387,6 @@ def zero_begun_blocks(runner: Any, spans: Sequence[Span], edited: set[int]) -> N
             cache.data_ptr(): cache for cache in caches if isinstance(cache, Tensor) and cache.numel()
         }.values():
             cache[sorted(stale)] = 0
-
-
-def _altered(span: Span) -> bool:
-    """Whether a request has something of its own that may make what is no number."""
-    return bool(span.ticket.get("edit") or span.ticket.get("adapter"))
 
 
 def around_passes(runner: Any, begin: Callable[[], list[Span]], end: Callable[[Sequence[Span]], None]) -> None:

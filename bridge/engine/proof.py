@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from adapters.points import Point, base_path, is_inside, module_at
 from adapters.views import Call, View
 from adapters.views.attention import HeadsFirst, MaskedScores
+from adapters.views.views import FlatRows
 from bridge.bridge import TransformerBridge
 from bridge.engine.tables import EnginePlace
 from bridge.hooks.hooks import HookPoint
@@ -36,21 +37,22 @@ BOUND = 1e-4
 MOST_LIKELY = 20
 
 
-def engine_point(hook: HookPoint, model: nn.Module, width: int | None) -> dict[str, Any] | str:
+def engine_point(hook: HookPoint, model: nn.Module, like: Tensor | None) -> dict[str, Any] | str:
     """What the worker has to know of a hook point, or why an engine cannot have it.
 
     Args:
         hook: the hook point.
         model: the plain model.
-        width: how many columns its site's tensor has; None: its module was not run.
+        like: a row of its site's tensor; None: its module was not run.
     """
     if why := why_not(hook.point, model):
         return why
     site, view = hook.point.site, hook.point.view
     if site.kind == "attention":  # the engine's own kernel says how many heads there are, and how wide they are
         return {"path": site.path.removeprefix(f"{base_path(model)}."), "kind": site.kind, "key": site.key}
-    if width is None:
+    if like is None:
         return "its module did not run"
+    width = len(like)
     seen = view.get(torch.arange(float(width)).reshape(1, 1, width), Call(module_at(model, site.path), (), {}))
     columns = seen.flatten().tolist()
     if len(set(columns)) != len(columns) or not set(columns) <= set(range(width)):
@@ -58,7 +60,7 @@ def engine_point(hook: HookPoint, model: nn.Module, width: int | None) -> dict[s
     return {
         "path": site.path.removeprefix(f"{base_path(model)}."), "kind": site.kind, "key": site.key,
         "through": view.writes_through, "width": width, "columns": [int(x) for x in columns],
-        "shape": list(seen.shape[2:]),
+        "shape": list(seen.shape[2:]), "counts": not like.is_floating_point(),
     }  # fmt: skip
 
 
@@ -71,14 +73,17 @@ def why_not(point: Point, model: nn.Module) -> str:
         return f"it is inside of a module's forward ({site.kind}), which the engine has another for"
     if not is_inside(site.path, base_path(model)) or "@" in site.path:
         return f"{site.path} stands outside of what the engine runs, or runs several times"
-    if point.view.contextual or point.sources or point.linked:
+    rows = point.view if isinstance(point.view, FlatRows) else getattr(point.view, "outer", None)
+    if (
+        point.view.contextual or point.linked or (point.sources and not isinstance(rows, FlatRows))
+    ):  # of flat rows: of whom
         return "it is computed from a tensor of the model, and is no part of one"
     return ""
 
 
-def widths_of(bridge: TransformerBridge, hooks: Sequence[HookPoint]) -> dict[str, int]:
-    """How many columns the tensors have at the sites of hook points, seen in a run."""
-    found: dict[str, int] = {}
+def widths_of(bridge: TransformerBridge, hooks: Sequence[HookPoint]) -> dict[str, Tensor]:
+    """One row of the tensors at the sites of hook points, empty: how many columns they have, and of which type."""
+    found: dict[str, Tensor] = {}
     handles = []
     for hook in hooks:
         site = hook.point.site
@@ -87,7 +92,8 @@ def widths_of(bridge: TransformerBridge, hooks: Sequence[HookPoint]) -> dict[str
 
         def see(name: str, key: object, given: Any) -> None:
             tensors = [given] if isinstance(given, Tensor) else list(given)
-            found[name] = int(tensors[key if isinstance(key, int) else 0].shape[-1])
+            x = tensors[key if isinstance(key, int) else 0]
+            found[name] = torch.empty(x.shape[-1], dtype=x.dtype)
 
         module = module_at(bridge.original_model, site.path)
         if site.kind == "input":
@@ -158,11 +164,12 @@ class EngineProof:
         with torch.no_grad():
             _, cache = bridge.run_with_cache(torch.tensor([prompt]), names_filter=list(names))
         for hook in hooks:
-            if hook.name not in places:  # it is computed afterwards, and not edited
+            if hook.name not in places or places[hook.name].counts:  # computed afterwards, or numbers of experts
                 continue
             edits = Interventions([(hook.name, operation) for operation in self._operations(hook, cache[hook.name])])
             self.requests.append(ProofRequest(prompt, 1, edits, (), hook.name))
-        self.requests += self._conditions(prompt, cache, [name for name in order if name in places])
+        changed = {request.edited for request in self.requests}
+        self.requests += self._conditions(prompt, cache, [name for name in order if name in changed])
 
     def _conditions(self, prompt: list[int], cache: Mapping[str, Tensor], order: Sequence[str]) -> list[ProofRequest]:
         """For each point a request that changes it where the first in a pass reads more than in half of the tokens."""

@@ -68,12 +68,14 @@ class EnginePlace:
         width: how many columns the tensor there has.
         columns: which of them are the activation's entries, in order.
         shape: of the activation of one token.
+        counts: its entries are numbers of something, and no measure: they are captured, and not changed.
     """
 
     site: int
     width: int
     columns: tuple[int, ...]
     shape: tuple[int, ...]
+    counts: bool = False
 
     @property
     def whole(self) -> bool:

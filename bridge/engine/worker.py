@@ -35,19 +35,22 @@ class EngineSite:
         width: how many columns the tensor has.
         room: the numbers of rows, directions, tokens.
         like: a tensor of the model's type and device.
+        counts: the tensor holds whole numbers, which are kept, and not changed.
         readings: what probes read of each token, of all sites; None: there are none.
     """
 
     def __init__(
         self, module: nn.Module, kind: str, key: int | str | None, through: bool, width: int,
-        room: tuple[int, int, int], like: Tensor, readings: Tensor | None,
+        room: tuple[int, int, int], like: Tensor, counts: bool, readings: Tensor | None,
     ) -> None:  # fmt: skip
         rows, rank, tokens = room
-        self.probing = readings is not None
+        self.probing, self.counts = readings is not None, counts
         self.module, self.tag, self.key, self.through = module, f"_bridge_{kind}_{key}", key, through
         self.editing = self.keeping = True  # while the pass is traced; eager ones are told each time
         tables = {"scale": like.new_ones(rows, width), "add": like.new_zeros(rows, width)}
         tables |= {"norm": like.new_zeros(rows, width), "kept": like.new_zeros(tokens, width)}
+        if counts:
+            tables["kept"] = tables["kept"].long()
         tables |= {"out": like.new_zeros(rows, rank, width), "read": like.new_zeros(rows, rank, width)}
         tables |= {"bias": like.new_zeros(rows, rank), "threshold": like.new_zeros(rows, rank)}
         tables["row"] = torch.zeros(tokens, dtype=torch.long, device=like.device)
@@ -84,7 +87,7 @@ class EngineSite:
     def _seen(self, x: Tensor) -> Tensor:
         """What becomes of the tensor ``[..., token, column]`` of a pass."""
         tokens = x.shape[-2]
-        if self.editing:
+        if self.editing and not self.counts:
             row = self.table("row")[:tokens]
             long = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).to(x.dtype)
             new = x * self.table("scale")[row] + self.table("add")[row] + self.table("norm")[row] * long
@@ -114,7 +117,8 @@ class EnginePoints:
 
     Args:
         runner: vLLM's.
-        config: of the points, by name: path, kind, key, through, width, columns; and ``rows``, ``rank``, ``probes``.
+        config: of the points, by name: path, kind, key, through, width, columns, counts; and ``rows``, ``rank``,
+            ``probes``, ``routers``.
     """
 
     def __init__(self, runner: Any, config: Mapping[str, Any]) -> None:
@@ -146,17 +150,23 @@ class EnginePoints:
                     self.places[name] = {"refused": kernel}
                     continue
                 width = math.prod(kernel[point["key"]])
-                point = {**point, "through": False, "columns": range(width), "shape": kernel[point["key"]]}
+                point = {
+                    **point,
+                    "through": False,
+                    "columns": range(width),
+                    "shape": kernel[point["key"]],
+                    "counts": False,
+                }
             else:
                 kernel, width = None, wide or point["width"]
             at = (module, point["kind"], point["key"])
             if at not in known:
                 known[at] = len(self.sites)
-                self.sites.append(EngineSite(*at, point["through"], width, room, like, readings))
+                self.sites.append(EngineSite(*at, point["through"], width, room, like, point["counts"], readings))
             columns = [column + offset for column in point["columns"]]
             self.columns[name] = known[at], torch.tensor(columns, device=like.device)
             place = {"site": known[at], "width": width, "columns": columns, "shape": point["shape"]}
-            self.places[name] = {**place, "kernel": kernel}
+            self.places[name] = {**place, "counts": point["counts"], "kernel": kernel}
         insides.around_passes(runner, self._begin, self._end)
 
     def edit(self, said: str, data: bytes) -> None:
@@ -230,9 +240,9 @@ class EnginePoints:
         found = {}
         for asked, sample in [key for key in self.captures if key[0] in numbers]:
             for name, parts in self.captures.pop((asked, sample)).items():
-                whole = parts[0][1].new_full(
-                    (max(first + len(x) for first, x in parts), parts[0][1].shape[-1]), torch.nan
-                )
+                one = parts[0][1]
+                nothing = torch.nan if one.is_floating_point() else -1
+                whole = one.new_full((max(first + len(x) for first, x in parts), one.shape[-1]), nothing)
                 for first, x in parts:  # what was computed again, after it was preempted, stands last
                     whole[first : first + len(x)] = x
                 found[f"{asked}/{sample}/{name}"] = whole
@@ -244,9 +254,10 @@ class BridgeWorker(insides.worker_class()):  # type: ignore[misc]
 
     def load_model(self, **options: Any) -> None:
         """Loads the model, and places the hook points before anything is compiled."""
-        insides.repair(self.vllm_config.model_config.hf_config)
+        config = self.vllm_config.additional_config["bridge"]
+        insides.repair(self.vllm_config.model_config.hf_config, config["routers"])
         super().load_model(**options)
-        self.bridge_points = EnginePoints(self.model_runner, self.vllm_config.additional_config["bridge"])
+        self.bridge_points = EnginePoints(self.model_runner, config)
 
     def bridge_places(self) -> dict[str, dict[str, object]]:
         """Where each hook point is, or why it is not."""

@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -24,6 +25,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
+from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 from adapters.imports import check_batching
 from adapters.linear import input_device
@@ -90,11 +92,12 @@ class Capacity:
         """Whether a request fits alone."""
         return prompt <= self.tokens and self.pages_of(prompt, new) <= self.pages
 
-    def config(self, requests: int) -> ContinuousBatchingConfig:
+    def config(self, requests: int, shares: bool = False) -> ContinuousBatchingConfig:
         """The same for transformers, with what hooks need: a forward pass in each step, pages of each request alone.
 
         Args:
             requests: how many there are.
+            shares: there are no hooks, so that prompts that begin alike share their pages.
         """
         return ContinuousBatchingConfig(
             page_size=self.page,
@@ -102,7 +105,7 @@ class Capacity:
             max_batch_tokens=self.tokens,
             max_requests_per_batch=min(requests, self.tokens),
             max_blocks_per_request=0,
-            allow_block_sharing=False,  # keys and values behind an edit are those of its request
+            allow_block_sharing=shares,  # keys and values behind an edit are those of its request
             use_cuda_graph=False,  # a replayed graph calls no hook
             use_async_batching=False,  # which requests a pass holds would be told of the next one
             auto_switch_to_flash=False,  # the values are those of the kernel that the model was loaded with
@@ -524,6 +527,12 @@ def _cannot(bridge: RunnableBridge, prompt: Sequence[int], new: int) -> ValueErr
     return None
 
 
+def _leave_causal(arguments: dict[str, Any]) -> None:
+    """Takes away what the mask says anyway, and what would change the configuration of the model, for all threads."""
+    if arguments.get("is_causal") is False:
+        del arguments["is_causal"]
+
+
 class _Batch:
     """The requests of one call, transformers' manager of them, and the hooks of the passes."""
 
@@ -547,8 +556,12 @@ class _Batch:
         self.room = capacity_for(bridge.core, lengths, options.max_new_tokens, free)
         self.by_id = {str(request.index): request for request in requests}
         self.edits = edits
+        self._attention = _ExchangedAttention(bridge.core)
+        looked_at = bool(edits or captured or options.output_logits)
+        #: No function is called in a pass: compilation and the sharing of pages stay as transformers has them.
+        self._free = not looked_at and sharing is None and not self._attention.is_exchanged
         self._edited = {who for at_point in edits.values() for who, _ in at_point}  # None among them: all are
-        self._waiting = deque(requests)
+        self._waiting = deque(sorted(requests, key=lambda request: request.prompt) if self._free else requests)
         self._under_way: dict[str, PackedRequest] = {}
         self._lock = threading.Lock()
         self._packed: Packed | None = None
@@ -559,17 +572,17 @@ class _Batch:
         self._whole_logits = any(hook.name.startswith("unembed") for hook in (*edits, *captured))
         self.scope = Scope()
         self._gave_whole_logits = False
-        self._attention = _ExchangedAttention(bridge.core)
         self._handles: list[Any] = []
         self._manager: ContinuousBatchingManager | None = None
         core = bridge.core
         _OWNERS.take(core)
         try:
             with _TURN:  # no torch hook comes or goes while another batch's pass is under way
-                self._handles = [
-                    core.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True),
-                    core.register_forward_hook(self._end, with_kwargs=True, always_call=True),
-                ]
+                if not self._free:
+                    self._handles = [
+                        core.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True),
+                        core.register_forward_hook(self._end, with_kwargs=True, always_call=True),
+                    ]
             if self._attention.is_exchanged:
                 self._attention.wait_for_others()
             with _TURN if self._attention.is_exchanged else nullcontext():
@@ -603,8 +616,12 @@ class _Batch:
                 "bridge.generate"
             )
         manager: ContinuousBatchingManager = core.init_continuous_batching(  # type: ignore[operator]
-            generation_config=config, continuous_batching_config=self.room.config(len(self.requests))
+            generation_config=config, continuous_batching_config=self.room.config(len(self.requests), self._free)
         )
+        # transformers takes it from elsewhere; with functions, which are called in each pass, nothing is compiled.
+        compiled = config.compile_config if self._free else None
+        manager.continuous_batching_config.varlen_compile_config = compiled
+        manager.continuous_batching_config.decode_compile_config = None
         try:
             unsupported = [
                 type(processor).__name__
@@ -616,7 +633,7 @@ class _Batch:
                     f"{', '.join(unsupported)} cannot be had in generate_batch, which transformers says of it: use "
                     "bridge.generate"
                 )
-            manager.warmup()  # makes what the thread would make: what it refuses is refused here
+            manager.batch_processor = manager._create_batch_processor()  # what the thread would refuse is refused here
         except BaseException:
             manager.destroy()
             self._attention.give_back()
@@ -626,9 +643,39 @@ class _Batch:
         assert manager.batch_processor is not None
         cache = manager.batch_processor.cache
         mark_as_of_batch(cache)
+        if self._free:
+            runner = manager.batch_processor.model_runner
+            runner.compute_batch = partial(self._free_pass, runner, runner.compute_batch)  # type: ignore[method-assign]
         if self.edits:
             cache.update = partial(self._update, cache.update)  # type: ignore[method-assign]
         return manager
+
+    def _free_pass(
+        self, runner: ModelRunner, compute: Callable[..., None], model: nn.Module, batch: dict[str, Any]
+    ) -> None:
+        """A pass that nobody looks into: what may be compiled is the model's own, with nothing of ours inside.
+
+        Where functions of other threads are attached, or what they change meanwhile ends the compilation, it is made
+        uncompiled: it writes the same keys, values and tokens.
+        """
+        compiled = runner._compiled_varlen
+        with _TURN:
+            begun = ForwardPass()
+            CURRENT.set(RunContext(frozenset((self.scope,)), run=begun))
+            _leave_causal(batch)
+            try:
+                if compiled is not None and not self.bridge.wiring.listening:
+                    try:
+                        return compute(model, batch)
+                    except (AssertionError, RuntimeError) as error:
+                        said = f"a compiled pass of generate_batch failed, and is made uncompiled: {_short(error)}"
+                        warnings.warn(said, stacklevel=1)
+                runner._compiled_varlen = None
+                compute(model, batch)
+            finally:
+                runner._compiled_varlen = compiled
+                begun.end()
+                CURRENT.set(RunContext(frozenset((self.scope,))))
 
     def _update(
         self,
@@ -693,7 +740,7 @@ class _Batch:
             _OWNERS.give(self.bridge.core)
 
     def feed(self) -> None:
-        """Lets in as many requests as fit: all tokens of their prompts in one pass, all their pages in memory."""
+        """Lets in as many requests as fit: all their pages in memory; all tokens of their prompts in one pass."""
         with self._lock:
             new = self.options.max_new_tokens
             under_way = self._under_way.values()
@@ -703,7 +750,7 @@ class _Batch:
                 request = self._waiting[0]
                 tokens += len(request.prompt)
                 pages += self.room.pages_of(len(request.prompt), new)
-                if tokens > self.room.tokens or pages > self.room.pages:
+                if (tokens > self.room.tokens and not self._free) or pages > self.room.pages:
                     return
                 self._waiting.popleft()
                 self._under_way[str(request.index)] = request
@@ -792,10 +839,10 @@ class _Batch:
         if self.others is not None:
             self.others.take(1)
         self._gave_whole_logits = self._whole_logits and "logits_to_keep" in kwargs
-        left_out = {"logits_to_keep"} if self._gave_whole_logits else set()
-        if kwargs.get("is_causal") is False:  # the mask says so; this would change the model's configuration meanwhile
-            left_out.add("is_causal")
-        return args, {name: value for name, value in kwargs.items() if name not in left_out}
+        left_out = ("logits_to_keep",) if self._gave_whole_logits else ()
+        left = {name: value for name, value in kwargs.items() if name not in left_out}
+        _leave_causal(left)
+        return args, left
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], *more: Any) -> Any:
         """The pass is over: `more` is what it was called with by name (see `_begin`), and what it gave."""

@@ -42,6 +42,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import saved_tensors_hooks
 
+from adapters.imports import is_compiling
 from adapters.points import LinkedPoint, Point
 from adapters.views import Call, Deferred, View
 from bridge.hooks.context import (
@@ -403,7 +404,7 @@ class HookPoint(NamedPoint):
 
     def _ask(self, listener: Listener, given: Tensor, act: Tensor, now: Pass, view: View) -> tuple[Tensor, bool]:
         """What one function makes of the copy that it is shown, and whether it must take the activation's place."""
-        compiling = torch.compiler.is_compiling()
+        compiling = is_compiling()
         version, holders = version_of(given), 0 if compiling else getrefcount(given)
         new = now.call_user_function(listener, given, self)
         if new is not None:
@@ -570,7 +571,7 @@ def copy_to_show(act: Tensor, shown: list[Tensor], one_tensor: bool) -> Tensor:
         shown: what they were shown. Nobody has been shown the site's own tensor: its copy is a place of its own.
         one_tensor: show what the one before was shown, where gradients are computed.
     """
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if torch.is_grad_enabled() and not is_compiling():
         if one_tensor and any(act is x for x in shown):
             return act
         if act.requires_grad and not act.is_leaf:
@@ -617,7 +618,7 @@ def keep_gradients_of_all(given: Tensor, shown: list[Tensor]) -> None:
         given: what a function has just been shown.
         shown: what those before it were shown.
     """
-    if torch.compiler.is_compiling() or not given.retains_grad:
+    if is_compiling() or not given.retains_grad:
         return
     before = [x for x in shown if x.retains_grad and x.grad_fn is given.grad_fn and x is not given]
     if not before:
@@ -692,11 +693,11 @@ def replaces_activation(given: Tensor, version: int | None, act: Tensor, view: V
         view: how the hook point sees it.
         held: somebody may still hold the copy.
     """
-    if torch.compiler.is_compiling() and not view.contextual:
+    if is_compiling() and not view.contextual:
         return True  # compiled code cannot ask for values or versions, and has no hooks of gradients
     if changed_in_place(given, version):
         return True
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return False
     if given.requires_grad and (held or not view.contextual or given.retains_grad or given._backward_hooks):
         # The copy is what later computation uses, so that its gradient is the gradient here. Where writing back
@@ -710,7 +711,7 @@ def replaces_activation(given: Tensor, version: int | None, act: Tensor, view: V
 def version_of(x: Tensor) -> int | None:
     """How often a tensor was written to; None for one of inference mode, which does not count."""
     # torch.compile knows nothing of inference mode.
-    return x._version if torch.compiler.is_compiling() or not x.is_inference() else None
+    return x._version if is_compiling() or not x.is_inference() else None
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from adapters.imports import is_compiling
 from adapters.views import Deferred
 from bridge.hooks.context import HookFunction, Listener, NamedPoint
 
@@ -237,7 +238,7 @@ def put_back(x: Tensor, chosen: Mapping[int, Tensor], new: Tensor) -> Tensor:
         # A copy: a view may not be copied onto itself.
         new = put_back(picked(x, {axis: index}).clone(), dict(rest), new)
     index = index.to(x.device)
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or is_functorch_wrapped_tensor(new):
+    if torch.is_grad_enabled() or is_compiling() or is_functorch_wrapped_tensor(new):
         return x.index_copy(axis, index, new)
     return x.index_copy_(axis, index, new)
 

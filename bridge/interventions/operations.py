@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from adapters.imports import is_compiling
 from bridge.hooks.arguments import check_choice
 from bridge.hooks.context import CURRENT, HookFunction, pass_under_way
 from bridge.hooks.hooks import HookPoint
@@ -115,7 +116,7 @@ def tokens_along(axis: str, length: int, rows: int, hook: HookPoint) -> Sequence
     Raises:
         ValueError: that cannot be known.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return SequencePart(0, length, length)
     context = CURRENT.get()
     generation, run = context.generation, pass_under_way()
@@ -200,7 +201,7 @@ def rows_given(rows: int) -> int:
     Args:
         rows: of the activation.
     """
-    generation = None if torch.compiler.is_compiling() else CURRENT.get().generation
+    generation = None if is_compiling() else CURRENT.get().generation
     count = 0 if generation is None or generation.rows is None else generation.rows.count
     return count if count and rows % count == 0 else rows
 
@@ -308,7 +309,7 @@ def _readings(hook: HookPoint) -> dict[str, ProbeReading]:
     """
     context = CURRENT.get()
     holder = pass_under_way() if context.generation is None else context.generation
-    if holder is None or torch.compiler.is_compiling():
+    if holder is None or is_compiling():
         raise RuntimeError(f"a probe, or a condition, at {hook.name} is for runs of a bridge, not for programs")
     return holder.readings
 
@@ -1027,7 +1028,7 @@ class Replace(Operation):
 
     def made(self, activation: Tensor, hook: HookPoint, inputs: Mapping[str, Tensor]) -> Tensor:
         source: Tensor = self.number("source", activation, inputs, hook)
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return source.expand_as(activation)
         axes = hook.point.axes.split()
         made, here, there = activation, [slice(None)] * len(axes), [slice(None)] * len(axes)

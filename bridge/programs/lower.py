@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from adapters.feed_forward import first_projection, gate_and_up, has_gate, joined, stacked
+from adapters.imports import is_compiling
 from adapters.points import Site, call_number, has_module, module_path, token_embedding
 from adapters.views import Args, Call, Kwargs
 from bridge.hooks.context import Listener, RunsWithPass
@@ -500,7 +501,7 @@ class LoweredBody:
 
     def __call__(self, given: Tensor, hook: HookPoint, program_pass: ProgramPass) -> Tensor | None:
         """What becomes of an activation; None where the body leaves it, or changes it in place."""
-        return (self._in_new_step if torch.compiler.is_compiling() else self._in_step)(given, hook, program_pass)
+        return (self._in_new_step if is_compiling() else self._in_step)(given, hook, program_pass)
 
     def _in_step(self, given: Tensor, hook: HookPoint, program_pass: ProgramPass) -> Tensor | None:
         """With the body paused in between."""

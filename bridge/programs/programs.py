@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from adapters import imports as versions
+from adapters.imports import is_compiling
 from adapters.inputs import accepted_arguments, makes_decoder_tokens, past_of, takes, with_past_named
 from adapters.points import core_path
 from adapters.views import Kwargs
@@ -186,7 +187,7 @@ class Program(nn.Module):
             >>> list(outputs)
             ['logits', 'blocks.3.hook_resid_post']
         """
-        if torch.compiler.is_compiling():
+        if is_compiling():
             inputs = {name: given.pop(name) for name in self.inputs}
             return self.run_lowered(input_ids, inputs, given)
         inputs = {name: given.pop(name) for name in self.inputs if name in given}
@@ -257,7 +258,7 @@ class Program(nn.Module):
             arguments["attention_mask"] = mask = mask.long()
             if self._places and given.get("position_ids") is None:
                 arguments["position_ids"] = self._counted.places(mask)[:, -tokens.shape[1] :]
-        if torch.compiler.is_compiling() and self._caches and past_of(given) is None:
+        if is_compiling() and self._caches and past_of(given) is None:
             arguments.setdefault("use_cache", False)  # nobody gets it, and it would be in the graph
         starts = {"decoder_input_ids", "decoder_inputs_embeds", "labels"}
         if self._has_decoder and not (self._makes_tokens and input_ids is not None) and not starts & given.keys():

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from adapters.imports import is_compiling
 from adapters.linear import materialized
 from adapters.observe.observe import SOFTMAXES, SeesAttention
 from adapters.views import Args, Call, Kwargs
@@ -430,7 +431,7 @@ class _CallInRun(RunCall, ObservedAttentionCall):
 
     def touched(self, attention: AttentionCall) -> Touched | None:
         """As `ObservedAttentionCall` says: somebody who listens may need all, or the view of a hook point."""
-        if torch.compiler.is_compiling() or self._shared is not None or attention.query.shape[1] != attention.n_heads:
+        if is_compiling() or self._shared is not None or attention.query.shape[1] != attention.n_heads:
             return None
         visible, shape, found = CURRENT.get().visible, score_shape(attention), None
         if math.prod(shape) <= FEW_SCORES or any(scope in visible for scope in self.tap.opened):

@@ -20,6 +20,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils.hooks import RemovableHandle
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
+from adapters.imports import is_compiling
 from bridge.hooks.context import CURRENT, ForwardPass, RunContext, SourceSite, recomputation_frame
 from bridge.hooks.hooks import AttachesListeners
 from bridge.hooks.modules import Finder, NotCopied, itself
@@ -183,7 +184,7 @@ def refuse_inside_compiled() -> None:
     Raises:
         RuntimeError: this is such code.
     """
-    if torch.compiler.is_compiling() or get_eval_frame_callback() not in (None, False):
+    if is_compiling() or get_eval_frame_callback() not in (None, False):
         raise RuntimeError(
             "hooks and caches cannot be attached inside a function that torch.compile runs: compiled code does not "
             "know them. Compile the model (torch.compile(hf_model)), or what you do with the results, and call "

@@ -1,6 +1,6 @@
 """Families that vLLM's Transformers backend takes: each with its points proved, and a batch that is what each is alone.
 
-A start takes half a minute, so only the first is run each time, by `make engine`; the others are slow.
+A start takes half a minute, so only two are run each time, by `make engine`; the others are slow.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from bridge import TransformerBridge
 from bridge.engine import Engine
-from bridge.interventions import Add, Interventions
+from bridge.interventions import Add, Interventions, Scale
 from tests.engine.test_engine import OPTIONS, assert_alone, prompts_of, pytestmark  # noqa: F401
 
 LLAMA = {
@@ -38,8 +38,13 @@ FAMILIES = {
     "Phi3Config": LLAMA,
     "GPTNeoXConfig": {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"},
     "Olmo2Config": LLAMA,
+    "GraniteConfig": {
+        **LLAMA, "logits_scaling": 3.0, "residual_multiplier": 0.7, "embedding_multiplier": 2.0,
+        "attention_multiplier": 0.2,
+    },
     "MixtralConfig": {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
 }  # fmt: skip
+FIRST = ("GPT2Config", "MixtralConfig")
 #: The points that every one of them has.
 EVERY = [
     "hook_resid_pre",
@@ -50,6 +55,12 @@ EVERY = [
     "attn.hook_z",
     "attn.hook_pattern",
 ]
+
+
+#: What Granite's blocks multiply before they add it: no column of a module's output.
+TIMES = ["hook_attn_out", "hook_mlp_out"]
+#: The router's choice in a mixture of experts.
+MIXTURE = ["hook_topk_weights", "hook_expert_indices"]
 
 
 def saved(config: transformers.PretrainedConfig, folder: Path) -> torch.nn.Module:
@@ -63,21 +74,28 @@ def saved(config: transformers.PretrainedConfig, folder: Path) -> torch.nn.Modul
     return plain
 
 
-@pytest.mark.parametrize(
-    "name", [*list(FAMILIES)[:1], *(pytest.param(n, marks=pytest.mark.slow) for n in list(FAMILIES)[1:])]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FIRST else pytest.mark.slow) for n in FAMILIES])
 def test_a_family(name: str, tmp_path: Path) -> None:
     plain = saved(getattr(transformers, name)(**FAMILIES[name]), tmp_path)
-    engine, bridge = Engine(tmp_path, None, rows=8, **OPTIONS), TransformerBridge(plain, None)
+    bridge = TransformerBridge(plain, None)
+    chosen = [f"blocks.{layer}.mlp.{point}" for layer in range(2) for point in MIXTURE if "Mixtral" in name]
+    points = dict.fromkeys([*(hook.name for hook in bridge.select_hooks(None)), *chosen])
+    engine = Engine(tmp_path, list(points), rows=8, **OPTIONS)
     try:
-        wanted = [f"blocks.{layer}.{point}" for layer in range(2) for point in EVERY]
-        assert set(wanted) <= set(engine.offered()), {point: engine.refused.get(point) for point in wanted}
+        here = [point for point in EVERY if name != "GraniteConfig" or point not in TIMES]
+        wanted = [f"blocks.{layer}.{point}" for layer in range(2) for point in here]
+        assert {*wanted, *chosen} <= set(engine.offered()), {p: engine.refused.get(p) for p in [*wanted, *chosen]}
         drawn = random.Random(0)
         prompts = prompts_of(drawn, 8)
-        points = drawn.sample(wanted[:4] + wanted[7:11], 8)
+        points = drawn.choices([point for point in wanted if "hook_resid" in point or "_out" in point], k=8)
         vectors = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
         each = [Interventions([(point, Add(vector, 0.5))]) for point, vector in zip(points, vectors, strict=True)]
-        assert_alone(engine, bridge, prompts, each, 5, wanted)
+        assert_alone(engine, bridge, prompts, each, 5, [*wanted, *chosen])
+        if chosen:  # which experts a token goes to, and how much of each
+            each = [Interventions([(chosen[i % 2 * 2], Scale(torch.tensor([0.1 * i, 1.0])))]) for i in range(8)]
+            assert_alone(engine, bridge, prompts, each, 5, [*wanted, *chosen])
+            with pytest.raises(ValueError, match="numbers of the experts that were chosen, which an engine shows"):
+                engine.generate(prompts[:1], 1, [[(chosen[1], Scale(2.0))]])
     finally:
         engine.close()
 

@@ -4,8 +4,10 @@ import threading
 
 import pytest
 import torch
-from transformers import GenerationConfig, TextIteratorStreamer
+from transformers import CompileConfig, GenerationConfig, TextIteratorStreamer
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 from bridge import TransformerBridge
 from bridge.generation import batch
@@ -373,3 +375,42 @@ def test_a_function_that_runs_the_model_inside_of_a_pass_is_refused(bridge):
     for index, answer in found.items():
         right = bridge.generate(torch.tensor([prompts()[index]]), NEW, **GREEDY)[0, LENGTHS[index] :]
         assert answer.error is None and torch.equal(answer.tokens, right)
+
+
+def test_what_nobody_looks_into_is_compiled_and_shares_its_pages(bridge, monkeypatch):
+    """As transformers has it: one prompt's pages serve the others that begin so; with a function, neither is on."""
+    bridge.core.generation_config.compile_config = CompileConfig(
+        backend="eager", mode=None, fullgraph=False, dynamic=True
+    )
+    monkeypatch.setattr("bridge.generation.batch.capacity_for", lambda *_: Capacity(40, 24, 16))
+    start = torch.randint(5, 60, (24,), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = [[*start, *range(5, 7 + n)] for n in range(6)]
+    wanted = [bridge.generate(torch.tensor([row]), NEW, **GREEDY)[0, len(row) :] for row in rows]
+    seen, shared = [], []
+    compute, match = ModelRunner.compute_batch, PagedAttentionCache.search_prefix_match
+
+    def watched(self, model, batch):
+        seen.append((self._compiled_varlen is not None, self.cache.use_prefix_sharing, bool(model._forward_hooks)))
+        return compute(self, model, batch)
+
+    def matched(*args):
+        shared.append(match(*args))
+        return shared[-1]
+
+    monkeypatch.setattr(ModelRunner, "compute_batch", watched)
+    monkeypatch.setattr(PagedAttentionCache, "search_prefix_match", matched)
+    list(bridge.generate_batch(rows[:1], 1, output_logits=True, **GREEDY))  # the proof, and what is looked at
+    assert {its[:2] for its in seen} == {(False, False)}
+    seen.clear()
+    free = {a.index: a for a in bridge.generate_batch(rows, NEW, **GREEDY)}
+    assert set(seen) == {(True, True, False)} and shared.count(16) >= 3  # tokens of one page
+    for index, tokens in enumerate(wanted):
+        assert free[index].error is None and torch.equal(free[index].tokens, tokens)
+    edited = {
+        a.index: a.tokens
+        for a in bridge.generate_batch(rows, NEW, interventions=[("blocks.0.attn.hook_z", knock)], **GREEDY)
+    }
+    assert seen[-1][:2] == (False, False)
+    with bridge.hooks(fwd_hooks=[("blocks.0.attn.hook_z", knock)]):
+        for index, row in enumerate(rows):
+            assert torch.equal(edited[index], bridge.generate(torch.tensor([row]), NEW, **GREEDY)[0, len(row) :])

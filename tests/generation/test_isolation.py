@@ -4,7 +4,15 @@ import threading
 
 import pytest
 import torch
-from transformers import BloomConfig, BloomForCausalLM, GPTJConfig, GPTJForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    CompileConfig,
+    GPTJConfig,
+    GPTJForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
 from bridge import TransformerBridge
 from bridge.generation import batch
@@ -150,6 +158,33 @@ def compare(family, numbers):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_healthy_requests_beside_hostile_ones(family):
     compare(family, range(4))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gemma2", "qwen3"])
+@pytest.mark.parametrize("backend", [None, "eager", "inductor"])
+def test_what_nobody_looks_into_beside_runs_with_hooks(family, backend):
+    """Passes without functions, compiled or not, and with shared pages, leave other threads' runs as they are."""
+    bridge = TransformerBridge(tiny_model(family, "causal"))
+    if backend is not None:
+        bridge.core.generation_config.compile_config = CompileConfig(
+            backend=backend, mode=None if backend == "eager" else "default", fullgraph=False, dynamic=True
+        )
+    start = list(range(3, 35))
+    prompts = [[*start, *range(5, 6 + n)] for n in range(4)] + [[7, 8, 9]]
+    wanted = [alone(bridge, prompt, []) for prompt in prompts]
+    tokens, batched = torch.tensor([start]), []
+    runs = (
+        lambda: bridge(tokens),
+        lambda: bridge.run_with_hooks(tokens, fwd_hooks=[(RESID, Scale(0.5))]),
+        lambda: bridge.core(tokens, attention_mask=torch.ones_like(tokens)).logits,
+        lambda: bridge.generate(tokens, 3, do_sample=False, verbose=False),
+        lambda: bridge.run_with_cache(tokens, names_filter="blocks.1.attn.hook_pattern")[1]["pattern", 1],
+    )
+    with beside(*runs):
+        for _ in range(3):
+            batched += list(bridge.generate_batch(prompts, NEW, **GREEDY))
+    assert all(answer.error is None and answer.tokens.tolist() == wanted[answer.index] for answer in batched)
+    assert not bridge.wiring.listening and not torch_hooks(bridge.original_model)
 
 
 @pytest.mark.slow
