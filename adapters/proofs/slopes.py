@@ -23,8 +23,6 @@ _SIZES = (2e-3, 4e-4, 1e-4)
 _NEAR = 0.1
 #: How many rows are in one run, each with edits at some of the points; and where each has one edit.
 _ROWS, _ROWS_ALONE = 12, 24
-#: Into how many parts a group is taken apart that is off.
-_PARTS = 4
 #: How many times the last digit of a logit a sum of them may be off by.
 _ROUNDED = 30
 #: What stands for infinity.
@@ -36,7 +34,7 @@ _CHOOSE = ("hook_expert_indices", "embed.hook_in")
 class Slopes:
     """Edits at many points at once, each of a size that its gradient says moves the sum of logits as much as others.
 
-    Edits add up: where they do not move it as far as all gradients say, fewer are tried together, at last each alone.
+    Edits add up: where they do not move it as far as all gradients say, they are tried apart.
 
     Args:
         bridge: the bridge.
@@ -94,13 +92,13 @@ class Slopes:
                 self._alone(alone[start : start + _ROWS_ALONE])
 
     def _apart(self, groups: list[Sequence[str]]) -> list[Sequence[str]]:
-        """Those that are off by themselves: of a group that is, the parts are tried, and so on."""
+        """Those that are off by themselves: of a group that is, each is tried. (In smaller groups errors may cancel.)"""
         alone: list[Sequence[str]] = []
         while groups:
             some, groups = groups[:_ROWS_ALONE], groups[_ROWS_ALONE:]
             for group, (off, told) in zip(some, self._off(some, _SIZES[0]), strict=True):
                 if off:
-                    parts = _shared_out(group, _PARTS)
+                    parts = _shared_out(group, len(group))
                     groups, alone = (groups + parts, alone) if len(group) > 1 else (groups, alone + parts)
                     continue
                 self.moved |= set(group) if told else set()
