@@ -92,7 +92,7 @@ class Slopes:
                 self._alone(alone[start : start + _ROWS_ALONE])
 
     def _apart(self, groups: list[Sequence[str]]) -> list[Sequence[str]]:
-        """Those that are off by themselves: of a group that is, each is tried. (In smaller groups errors may cancel.)"""
+        """Those that are off by themselves: of a group that is, each is tried. (In smaller ones errors may cancel.)"""
         alone: list[Sequence[str]] = []
         while groups:
             some, groups = groups[:_ROWS_ALONE], groups[_ROWS_ALONE:]
