@@ -51,7 +51,8 @@ class PerHeadInput(Derived):
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         # `forward`, not a call: the hook points that stand on the norm see the model's own computation only.
-        normed = call.sources[0][0].forward(new) if call.sources else new
+        # Head by head in memory, as they are projected: neither that nor its gradient copies them.
+        normed = call.sources[0][0].forward(new.movedim(-2, 0)).movedim(0, -2) if call.sources else new
         for _, shift in call.sources[1:]:
             normed = normed + shift.unsqueeze(-2)
         projected = self.part.put(x, project_per_head(call.module, self.part, normed, call), call)
@@ -80,7 +81,7 @@ class PerHeadInput(Derived):
         read = norm.forward(entered)
         for _, shift in call.sources[1:]:
             read = read + shift
-        if read.shape != call.input.shape:
+        if read.shape != call.input.shape or torch.equal(read, call.input):
             return
         # What is written back as it was read differs by rounding: by a few last digits of a position's vector.
         apart, length = (read - call.input).norm(dim=-1), read.norm(dim=-1)

@@ -153,6 +153,15 @@ def check_batching() -> None:
     _require("generate_batch", "5.20")
 
 
+def check_tensor_parallel() -> None:
+    """Refuses tensor parallelism before 5.16, where no parameter says which part of a weight it is.
+
+    Raises:
+        VersionError: transformers is older.
+    """
+    _require("a model that processes share (tensor parallelism)", "5.16")
+
+
 def check_checkpointed_gradients() -> None:
     """Refuses to listen to gradients in a checkpointed block before 5.23: the checkpoint has its hooks in it.
 

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Cache, PreTrainedModel
 
+from adapters.imports import check_tensor_parallel
 from adapters.points import Point, Site, core_path, is_inside, module_at, module_path
 from adapters.views import View
 from adapters.views.attention import HeadsFirst
@@ -552,6 +553,7 @@ def layout_of(model: nn.Module) -> Layout | None:
 
     Raises:
         SpreadModelError: hook points would show parts, or nothing says what they would show.
+        VersionError: it is tensor parallel, and transformers is older than 5.16.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -582,6 +584,7 @@ def layout_of(model: nn.Module) -> Layout | None:
                 'load it with from_pretrained(..., distributed_config=DistributedConfig(tp_plan="auto"))'
             )
         return Layout("; ".join(said), rows_of=rows_of) if said else None
+    check_tensor_parallel()
     if sharded:
         raise SpreadModelError("the model is tensor parallel and sharded by FSDP2 at once: take one of them")
     refuse_adapters(core)

@@ -5,14 +5,18 @@
     python benchmarks/circuits.py smollm FOLDER        SmolLM2-135M-Instruct's, from the folder of its GGUF file
     python benchmarks/circuits.py graph TOKENS LIMIT   the graph of features of a random model of SmolLM2-135M's size;
                                                        with FILE: its adjacency stands there
+    python benchmarks/circuits.py need                 memory of such graphs by tokens and features, and what a larger
+                                                       model's would need by that
 
 Times are alternated with what they are compared with, and given as medians of the ratios.
 """
 
 from __future__ import annotations
 
+import os
 import resource
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -166,21 +170,31 @@ class Transcoder(torch.nn.Module):
         return features @ self.W_dec
 
 
-def graph_of_features(
-    n_tokens: int, limit: int, file: str | None = None, layers: int = 30, features: int = 1024
-) -> None:
-    """What a graph needs above a run with the gradients of the same activations, on Linux."""
+LAYERS, HEADS, WIDTH = 30, 9, 576
+
+
+def placed(n_tokens: int, layers: int = LAYERS, features: int = 1024) -> tuple[TransformerBridge, list[str]]:
+    """A random model of SmolLM2-135M's size, with a transcoder in each layer."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=576, num_hidden_layers=layers, num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536,
+        hidden_size=WIDTH, num_hidden_layers=layers, num_attention_heads=HEADS, num_key_value_heads=3,
+        intermediate_size=1536,
         vocab_size=49152, max_position_embeddings=n_tokens,
     )  # fmt: skip
     bridge = TransformerBridge(LlamaForCausalLM(config).eval().requires_grad_(False))
     reads, writes = ("hook_resid_mid", "hook_mlp_out")
     points = [
-        bridge.add_basis(f"blocks.{i}.{writes}", "tc", Transcoder(576, features), reads=f"blocks.{i}.{reads}").name
+        bridge.add_basis(f"blocks.{i}.{writes}", "tc", Transcoder(WIDTH, features), reads=f"blocks.{i}.{reads}").name
         for i in range(layers)
     ]
+    return bridge, points
+
+
+def graph_of_features(
+    n_tokens: int, limit: int, file: str | None = None, layers: int = LAYERS, features: int = 1024
+) -> None:
+    """What a graph needs above a run with the gradients of the same activations, on Linux."""
+    bridge, points = placed(n_tokens, layers, features)
     tokens = torch.randint(0, 49152, (1, n_tokens))
     with torch.no_grad():
         _, cache = bridge.run_with_cache(tokens, names_filter=points)
@@ -201,8 +215,50 @@ def graph_of_features(
         f"the prompt on average"
     )
     if file is not None:
-        found = Path(file).stat()
-        print(f"  the file has {found.st_size / 1e6:.1f} MB, and takes {found.st_blocks / 2e3:.1f}")
+        print(f"  the file has {Path(file).stat().st_size / 1e6:.1f} MB")
+
+
+def memory_of(n_tokens: int, features: int) -> None:
+    """Prints by how many bytes the process grows for a graph of few nodes, one row at a time, on Linux."""
+    bridge, points = placed(n_tokens, features=features)
+    tokens = torch.randint(0, 49152, (1, n_tokens))
+    attribution_graph(bridge, tokens[:, :4], points, limit=8, together=1)  # what stays is loaded
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    attribution_graph(bridge, tokens, points, limit=8, together=1)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
+
+
+#: Gemma-2-2B with transcoders of 16,384 features: layers, heads, width, features, parameters, tokens.
+LARGER = (26, 8, 2304, 16384, 2.6e9, 2000)
+
+
+def need() -> None:
+    """Least squares of the measured memory by features, streams and patterns, and the sum for a larger model."""
+    rows, found = [], []
+    for n_tokens in (64, 128, 256, 512):
+        for features in (1024, 4096):
+            command = [sys.executable, __file__, "memory", str(n_tokens), str(features)]
+            given = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what is free goes back to the system
+            made = subprocess.run(command, check=True, capture_output=True, text=True, env=given)
+            took = float(made.stdout.split()[-1])
+            rows.append([n_tokens * LAYERS * features, n_tokens * LAYERS * WIDTH, LAYERS * HEADS * n_tokens**2])
+            found.append(took)
+            print(f"{n_tokens} tokens, {features} features a layer: {took / 1e6:.0f} MB", flush=True)
+    table, right = torch.tensor(rows, dtype=torch.float64), torch.tensor(found, dtype=torch.float64)
+    each = torch.linalg.lstsq(table, right[:, None]).solution.flatten()
+    off = ((table @ each - right).abs() / right).max()
+    print(
+        f"bytes for each feature, each number of a stream, each of a pattern: {[round(x, 1) for x in each.tolist()]}; "
+        f"off by at most {off:.0%}"
+    )
+    layers, heads, width, features, parameters, n_tokens = LARGER
+    counts = n_tokens * layers * features, n_tokens * layers * width, layers * heads * n_tokens**2
+    parts = [float(byte) * count / 1e9 for byte, count in zip(each, counts, strict=True)]
+    own = [4 * parameters / 1e9, 4 * 2 * layers * width * features / 1e9]
+    print(
+        f"larger: {parts[0]:.1f} GB for features, {parts[1]:.1f} for streams, {parts[2]:.1f} for patterns, weights "
+        f"{own[0]:.1f}, transcoders {own[1]:.1f}: {sum(parts) + sum(own):.0f} GB"
+    )
 
 
 if __name__ == "__main__":
@@ -215,5 +271,9 @@ if __name__ == "__main__":
         smollm(Path(sys.argv[2]))
     elif what == "graph" and len(sys.argv) in (4, 5):
         graph_of_features(int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
+    elif what == "need":
+        need()
+    elif what == "memory":
+        memory_of(int(sys.argv[2]), int(sys.argv[3]))
     else:
         sys.exit(__doc__)

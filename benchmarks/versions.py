@@ -250,8 +250,8 @@ libraries: empty ones stand in their place (`benchmarks/without_cuda.py`).
 
 What differs between versions is in `adapters/imports.py`, each difference with the version and the reason.
 What a version cannot do is refused by name when it is asked for: `export` needs transformers 5.23 and torch 2.11,
-loading with patches transformers 5.21, `generate_batch` 5.20, a gradient hook in a block with activation checkpointing
-5.23.
+loading with patches transformers 5.21, `generate_batch` 5.20, tensor parallelism 5.16, a gradient hook in a block with
+activation checkpointing 5.23.
 In thirteen classes transformers 5.15 or 5.21 changed the mixture or the block (DeepSeek V3, Granite's mixtures, Moshi).
 In earlier versions their adapter is inferred from a run. If a version itself computes something wrongly,
 `adapters.verify` says so.
@@ -263,7 +263,8 @@ leaves out an argument that transformers' own paged cache asks for.
 Of the 32 things that two processes try (`tests/sharded`), all pass with torch 2.12.1, 2.13.0 and 2.14.1. With 2.11.0
 and 2.10.0 the gradients of Mixtral's parameters do not; with 2.10.0 and earlier neither do `process_weights` and a pass
 of `generate_batch` behind one that was refused (torch loses the mask of an embedding whose rows processes share), nor,
-with 2.8.0, adapters, which are refused anyway. Each ends in an error of torch's own about meshes, placements or that
+with 2.8.0, adapters, which are refused anyway. With transformers 5.24 one does not pass here, since it asks for a later
+PEFT than is here. Each ends in an error of torch's own about meshes, placements or that
 mask, none in a wrong number.
 
 The lower bounds in `pyproject.toml` are the lowest versions with which all works except what is named above:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from bridge.bridge import TransformerBridge
 from bridge.circuits.circuits import EdgeScores, NodeScores
-from bridge.circuits.edge_runs import ablated, effects_of_edges, refuse_another_model, run_with_edges_replaced
+from bridge.circuits.edge_runs import OwnKeys, ablated, effects_of_edges, graph_of, run_with_edges_replaced
 from bridge.circuits.graph import (
     Graph,
     Metric,
@@ -28,8 +30,10 @@ from bridge.circuits.graph import (
 )
 from bridge.hooks.arguments import check_choice, check_positive, refuse_wrong_types
 from bridge.hooks.hooks import HookPoint
+from bridge.hooks.modules import close
 from bridge.hooks.rows import tiled
-from bridge.patching.runs import tokens_per_run
+from bridge.patching.lazy_logits import lazy
+from bridge.patching.runs import CorruptedRun, may_start_later, tokens_per_run
 from bridge.run.inputs import Prompts, prompts_with
 
 METHODS = ("gradient", "inputs", "clean_corrupted", "activations", "own_activations")
@@ -78,7 +82,7 @@ def edge_attribution(
         metric: from logits ``[batch, pos, d_vocab]`` to one number with a gradient.
         method: see above.
         steps: how many runs the mean is of. The steps are one batch where the device's memory allows.
-        graph: the model's graph, if it is there already.
+        graph: the model's graph, as `Graph.of` makes it, grouped or not; None: grouped.
         ablation, reference: what stands in the place of the corrupted run's, as for `Circuit.evaluate`.
         model_kwargs: what else the model takes with both prompts of a pair, such as ``pixel_values=``.
 
@@ -93,11 +97,14 @@ def edge_attribution(
 
     Example:
         >>> from bridge import TransformerBridge
-        >>> from bridge.circuits import edge_attribution
+        >>> from bridge.circuits import Graph, edge_attribution
         >>> from bridge.tasks import embedded_pairs
         >>> bridge = TransformerBridge.boot_embedded()
         >>> pairs = embedded_pairs(bridge, "ioi", 4)
         >>> edge_attribution(bridge, pairs.clean, pairs.corrupted, pairs.metric())
+        EdgeScores(479 edges of 4 layers)
+        >>> graph = Graph.of(bridge, grouped=False)  # of this model the same: it has a key head for each head
+        >>> edge_attribution(bridge, pairs.clean, pairs.corrupted, pairs.metric(), graph=graph)
         EdgeScores(479 edges of 4 layers)
     """
     check_choice("method", method, METHODS)
@@ -178,16 +185,20 @@ class _Gradients:
     #: The first step of m on the way from the corrupted to the clean embeddings.
     first_step = 0
     prompts: Mapping[str, Any]
+    #: The clean run, of which others need not run the first layers; None: where they must.
+    later: CorruptedRun | None
+    #: The clean run's logits; and whether those of some positions alone are the same, from the last stream.
+    logits: Tensor
+    ends: bool
     change: Float[Tensor, "sender batch pos d_model"]
 
     def __init__(self, graph: Graph | None, bridge: TransformerBridge, metric: Metric) -> None:
         refuse_inference_mode("attribution")
-        if graph is None:
-            graph = Graph.of(bridge)
-        else:
-            refuse_another_model(graph, bridge)
-        self.graph, self.bridge, self.metric = graph, bridge, metric
-        self.scores = torch.zeros(len(graph.receivers), len(graph.senders))
+        self.graph, self.bridge, self.metric = graph_of(bridge, graph), bridge, metric
+        self.keys = OwnKeys(self.graph, bridge)
+        self.ends, self.later = False, None
+        self.below: dict[int, Tensor] = {}
+        self.scores = torch.zeros(self.graph.exists.shape)
 
     def by(
         self,
@@ -213,6 +224,8 @@ class _Gradients:
         self.change = other - one.parts
         _refuse_no_difference(self.change)
         self.scores = self.scores.to(self.change)
+        with torch.no_grad():
+            self._try_less(one, method)
         embeddings = one.parts[0], one.parts[0] + self.change[0]
         if method == "gradient":
             self.of_runs(BEGIN, *embeddings, [1.0])
@@ -222,27 +235,31 @@ class _Gradients:
         elif method == "clean_corrupted":
             self.of_runs(BEGIN, *embeddings, [0.0, 1.0])
         else:
-            parts = [(BEGIN, *embeddings, slice(0, 1))]
-            for layer, shape in enumerate(graph.layers):
-                first, mlp = graph.first_head[layer], graph.first_head[layer] + shape.heads
-                if shape.heads:
-                    attn, heads = one.attn_out[layer], slice(first, mlp)
-                    name = f"blocks.{layer}.hook_attn_out"
-                    parts.append((name, attn, attn + self.change[heads].sum(0), heads))
-                if shape.mlp:
-                    both = one.parts[mlp], one.parts[mlp] + self.change[mlp]
-                    parts.append((f"blocks.{layer}.hook_mlp_out", *both, slice(mlp, mlp + 1)))
-            shares = [k / steps for k in range(1, steps + 1)]
+            shares, parts = [k / steps for k in range(1, steps + 1)], list(self._parts(one))
             for name, here, there, own in parts:
                 if method == "activations":
                     self.of_runs(name, here, there, shares, 1 / len(parts))
                 else:
                     self.of_runs(name, here, there, shares, 1, own)
+            if self.below:  # the runs began at these layers; before, all of them are the clean run
+                self._backward({}, 1, 1.0, slice(None), below=self.below)
         if not self.scores.any():
             raise ValueError(
                 "the gradient of the metric is zero at every receiver: there is nothing to attribute (a divergence "
                 'from the clean run has its minimum there: use method="inputs")'
             )
+
+    def _parts(self, one: SenderOutputs) -> Iterator[tuple[str, Tensor, Tensor, slice]]:
+        """The model's parts: where each writes, what in the clean run and in the other, and its senders."""
+        yield BEGIN, one.parts[0], one.parts[0] + self.change[0], slice(0, 1)
+        for layer, shape in enumerate(self.graph.layers):
+            first, mlp = self.graph.first_head[layer], self.graph.first_head[layer] + shape.heads
+            if shape.heads:
+                attn, heads = one.attn_out[layer], slice(first, mlp)
+                yield f"blocks.{layer}.hook_attn_out", attn, attn + self.change[heads].sum(0), heads
+            if shape.mlp:
+                both = one.parts[mlp], one.parts[mlp] + self.change[mlp]
+                yield f"blocks.{layer}.hook_mlp_out", *both, slice(mlp, mlp + 1)
 
     def of_runs(
         self,
@@ -266,29 +283,122 @@ class _Gradients:
         itemsize = self.change.element_size() * 2 * len(self.graph.layers)
         budget = tokens_per_run(self.bridge.cfg, self.change.device, self.length, itemsize)
         together = max(1, budget // (self.batch * self.length))
+        first = 0 if self.later is None else self.bridge.hook_dict[name].point.depth
         for at in range(0, len(shares), together):
             some = shares[at : at + together]
             made = torch.cat([corrupted + share * (clean - corrupted) for share in some])
-            self._backward(name, made, len(some), weight / len(shares), senders)
+            n, counts = len(some), weight / len(shares)
+            entered = self._backward({name: made}, n, counts, senders, first)
+            if first and senders == slice(None):
+                of_runs = counts * entered.unflatten(0, (n, -1)).sum(0)
+                self.below[first] = self.below[first] + of_runs if first in self.below else of_runs
 
-    def _backward(self, name: str, made: Tensor, n: int, weight: float, senders: slice) -> None:
+    def _try_less(self, one: SenderOutputs, method: str) -> None:
+        """Tries what need not run: logits where no metric looks, layers before the one in which something is replaced.
+
+        Args:
+            one: the clean run.
+            method: of `METHODS`.
+        """
+        self.logits, layers = one.logits, len(self.graph.layers)
+        self.ends = may_start_later(self.bridge) and close(self._logits_of(one.end[:, -1:]), one.logits[:, -1:])
+        if self.ends and layers > 1 and method.endswith("activations"):
+            run = CorruptedRun(self.bridge, self.prompts, range(1, layers))
+            self.later = run if run.by_position and run.steps else None
+
+    def _logits_of(self, end: Float[Tensor, "batch some d_model"]) -> Tensor:
+        found: Tensor = self.bridge(end, start_at_layer=len(self.graph.layers))
+        return found
+
+    def _total(self, found: Tensor) -> Tensor:
+        """What the metric says of some runs, added up, of their logits or of the stream that these are made of."""
+        parts: Sequence[Tensor] = found.split(self.batch)
+        if self.ends:
+            looked: dict[tuple[int, ...], Sequence[Tensor]] = {}
+
+            def of(number: int, positions: list[int]) -> Tensor:
+                if (here := tuple(positions)) not in looked:  # of all runs together, whose metric is the same
+                    looked[here] = self._logits_of(found[:, positions]).split(self.batch)
+                return looked[here][number]
+
+            parts = [lazy(partial(of, number), self.logits.shape, self.logits) for number in range(len(parts))]
+        return torch.stack([one_number(self.metric, part) for part in parts]).sum()
+
+    def _backward(
+        self,
+        replaced: Mapping[str, Tensor],
+        n: int,
+        weight: float,
+        senders: slice,
+        first: int = 0,
+        below: Mapping[int, Tensor] | None = None,
+    ) -> Tensor:
+        """Gathers the gradients of one pass; gives that of what enters its first layer.
+
+        Args:
+            replaced: what stands at hook points.
+            n: how many runs the batch is of.
+            weight: by which each counts.
+            senders: whose edges get it.
+            first: the first layer that runs.
+            below: in place of the metric, gradients of what enters some layers: what is above does not run.
+        """
         leaves: list[Tensor] = []
+        kept: dict[str, Tensor] = {}
+        bridge, begin, below = self.bridge, f"blocks.{first}.hook_resid_pre", below or {}
+        stop = max(below, default=len(self.graph.layers))
 
         def start(stream: Tensor, hook: HookPoint) -> Tensor:
-            leaves.append((made if name == BEGIN else stream).detach().requires_grad_())
+            leaves.append(replaced.get(begin, stream).detach().requires_grad_())
             return leaves[0]
 
-        put: list[Any] = [(BEGIN, start)]
-        if name != BEGIN:
-            put.append((name, lambda activation, hook: made + 0 * activation))  # 0: what is before has a gradient
+        def keep(activation: Tensor, hook: HookPoint) -> Tensor:
+            kept[hook.name] = activation
+            return activation  # what follows is computed from it
+
+        put: list[Any] = [(begin, start)]
+        for name, made in replaced.items():
+            if name != begin:  # 0: what is before has a gradient
+                put.append((name, lambda activation, hook, made=made: made + 0 * activation))
+        own = self._own_keys(first, stop)
+        put += [(port.name, keep) for ports in own.values() for port in ports]
+        between = {layer: f"blocks.{layer}.hook_resid_pre" for layer in below if layer < stop}
+        put += [(point, keep) for point in (*own, *between.values())]
+        hooks = [
+            (point, gather)
+            for point, gather in self.hooks(n, weight, senders)
+            if first <= bridge.hook_dict[point].point.depth < stop
+        ]
+        given: Any = tiled(self.prompts, n)
+        options: dict[str, Any] = {"stop_at_layer": stop} if below or self.ends else {}
+        if first:
+            assert self.later is not None
+            given = self.later.streams[first].repeat(n, 1, 1)
+            options |= {"start_at_layer": first, **self.later.options(first, stop, n, 0)}
         with torch.enable_grad():
-            logits = self.bridge.run_with_hooks(
-                tiled(self.prompts, n),
-                fwd_hooks=put,
-                bwd_hooks=self.hooks(n, weight, senders),
-            )
-            total = torch.stack([one_number(self.metric, part) for part in logits.split(self.batch)]).sum()
-            gradients_of("metric", total, leaves)
+            found = bridge.run_with_hooks(given, fwd_hooks=put, bwd_hooks=hooks, **options)
+            total = (found * below[stop]).sum() if below else self._total(found)
+            for layer, point in between.items():
+                total = total + (kept[point] * below[layer]).sum()
+            entered, *at_heads = gradients_of("metric", total, [*leaves, *(kept[point] for point in own)], bool(own))
+        for (point, ports), gradient in zip(own.items(), at_heads, strict=True):
+            shared, reads = self.keys.of(ports[0]), [kept[port.name] for port in ports]
+            for head in range(shared):  # each head's own share of what its group's key and value get
+                of_heads = torch.zeros_like(gradient)
+                of_heads[:, :, head::shared] = gradient[:, :, head::shared]
+                shares = torch.autograd.grad(kept[point], reads, of_heads, retain_graph=True)
+                for port, share in zip(ports, shares, strict=True):
+                    receivers = slice(port.first + head, port.first + port.count, shared)
+                    self._gather(port, receivers, n, weight, senders)(share)
+        return entered
+
+    def _own_keys(self, first: int, stop: int) -> dict[str, list[Port]]:
+        """The ports of some layers whose receivers read as one in the model, by the point behind their heads."""
+        found: dict[str, list[Port]] = {}
+        for port in self.graph.ports:
+            if self.keys.of(port) > 1 and first <= port.layer < stop:
+                found.setdefault(f"blocks.{port.layer}.attn.hook_z", []).append(port)
+        return found
 
     def hooks(self, n: int, weight: float, senders: slice) -> list[Any]:
         """Backward hooks that add to the scores.
@@ -298,19 +408,23 @@ class _Gradients:
             weight: by which each counts.
             senders: whose edges get it.
         """
-        return [(port.name, self._gather(port, n, weight, senders)) for port in self.graph.ports]
+        return [
+            (port.name, self._gather(port, slice(port.first, port.first + port.count), n, weight, senders))
+            for port in self.graph.ports
+            if self.keys.of(port) == 1
+        ]
 
-    def _gather(self, port: Port, n: int, weight: float, senders: slice) -> Callable[..., None]:
-        """Adds a port's gradient, times the differences of the senders that it reads."""
+    def _gather(self, port: Port, receivers: slice, n: int, weight: float, senders: slice) -> Callable[..., None]:
+        """Adds the gradient of some of a port's receivers, times the differences of the senders that it reads."""
         chosen = range(len(self.graph.senders))[senders]
         at = slice(chosen.start, min(chosen.stop, port.upstream))
 
-        def gather(gradient: Tensor, hook: HookPoint) -> None:
+        def gather(gradient: Tensor, hook: HookPoint | None = None) -> None:
             of_runs = gradient.unflatten(0, (n, -1)).sum(0)
             by_receiver = of_runs.movedim(-2, 0) if port.per_head else of_runs.unsqueeze(0)
             with torch.no_grad():
                 found = by_receiver.flatten(1).to(self.change.dtype) @ self.change[at].flatten(1).T
-                self.scores[port.first : port.first + port.count, at] += weight * found
+                self.scores[receivers, at] += weight * found
 
         return gather
 
@@ -327,6 +441,7 @@ class _NeuronGradients(_Gradients):
 
     def __init__(self, graph: Graph | None, bridge: TransformerBridge, metric: Metric, mlps: str) -> None:
         super().__init__(graph, bridge, metric)
+        self.keys = OwnKeys(Graph.of(bridge), bridge)  # what nodes write is the same, whoever reads it
         self.mlp_point = {"output": "hook_mlp_out", "input": "hook_mlp_in"}[mlps]
         self.scores = torch.zeros(len(self.graph.senders), bridge.cfg.d_model)
 
@@ -352,7 +467,9 @@ class _NeuronGradients(_Gradients):
 
 @torch.no_grad()
 @refuse_wrong_types
-def information_flow(bridge: TransformerBridge, prompts: Prompts, **model_kwargs: Any) -> EdgeScores:
+def information_flow(
+    bridge: TransformerBridge, prompts: Prompts, graph: Graph | None = None, **model_kwargs: Any
+) -> EdgeScores:
     """How near what each receiver reads is to what each sender wrote: scores without a metric and without corruption.
 
     The score of an edge is the sender's share of proximities ``max(|y| - |y - x|, 0)``, where y is what the receiver
@@ -363,6 +480,7 @@ def information_flow(bridge: TransformerBridge, prompts: Prompts, **model_kwargs
     Args:
         bridge: the bridge.
         prompts: ``[batch, pos]``, or what a processor gives; with an ``attention_mask``, padding counts for nothing.
+        graph: the model's graph, as `Graph.of` makes it, grouped or not; None: grouped.
         model_kwargs: what else the model takes with them.
 
     Returns:
@@ -379,7 +497,7 @@ def information_flow(bridge: TransformerBridge, prompts: Prompts, **model_kwargs
         >>> bool((scores.values.sum(1) - 1).abs().max() < 1e-5)
         True
     """
-    graph, given = Graph.of(bridge), prompts_with(bridge, prompts, model_kwargs)
+    graph, given = graph_of(bridge, graph), prompts_with(bridge, prompts, model_kwargs)
     streams = {port.name: _stream(graph, port) for port in graph.ports}
     wrote = written(graph, bridge, given, [*streams.values()])
     refuse_another_sum(bridge, wrote)
@@ -405,7 +523,7 @@ def mean_scores(scores: Iterable[EdgeScores], weights: Sequence[int | float] | N
         weights: how much each counts, such as its number of prompts; None: all the same.
 
     Raises:
-        ValueError: there are none, or they are of different graphs.
+        ValueError: there are none, or they are of different graphs; weights that are not finite or add up to 0.
 
     Example:
         >>> import torch
@@ -416,6 +534,9 @@ def mean_scores(scores: Iterable[EdgeScores], weights: Sequence[int | float] | N
         >>> mean_scores([one, one])["embed->logits"]
         1.0
     """
+    whole = 1.0 if weights is None else sum(weights)
+    if not math.isfinite(whole) or (weights and whole == 0):
+        raise ValueError(f"weights add up to {whole}: there is no mean of such weights")
     graph, total, count = None, torch.zeros(()), 0
     for some in scores:
         if count and some.graph != graph:
@@ -426,7 +547,7 @@ def mean_scores(scores: Iterable[EdgeScores], weights: Sequence[int | float] | N
         raise ValueError("the mean is of one or more scores of the same graph")
     if weights is not None and count != len(weights):
         raise ValueError(f"there are {count} scores and {len(weights)} weights")
-    return EdgeScores(graph, total / (count if weights is None else sum(weights)))
+    return EdgeScores(graph, total / (count if weights is None else whole))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -445,6 +566,7 @@ def edge_effects(
     verbose: bool = True,
     ablation: str | Float[Tensor, "constant d_model"] = "resample",
     reference: Prompts | None = None,
+    graph: Graph | None = None,
     **model_kwargs: Any,
 ) -> EdgeScores:
     """By how much the metric of the clean run changes if an edge carries what its sender writes in the corrupted run.
@@ -460,10 +582,11 @@ def edge_effects(
         edges: such as ``"L0H1->L3H2.q"``; None: all. Others have the score 0.
         verbose: show a progress bar.
         ablation, reference: what stands in the place of the corrupted run's, as for `Circuit.evaluate`.
+        graph: the model's graph, as `Graph.of` makes it, grouped or not; None: grouped.
         model_kwargs: what else the model takes with both prompts of a pair.
 
     Raises:
-        ValueError: pairs that do not fit, a model without such a graph, an unknown edge.
+        ValueError: pairs that do not fit, a model without such a graph, a graph of another model, an unknown edge.
 
     Example:
         >>> from bridge import TransformerBridge
@@ -474,7 +597,7 @@ def edge_effects(
         >>> edge = "embed->L0H0.v"
         >>> effects = edge_effects(bridge, pairs.clean, pairs.corrupted, pairs.metric(), [edge], verbose=False)
     """
-    graph = Graph.of(bridge)
+    graph = graph_of(bridge, graph)
     pair = pairs_of(bridge, clean, corrupted, model_kwargs)
     values = effects_of_edges(graph, bridge, *pair, metric, edges, verbose, ablation, reference)
     return EdgeScores(graph, values)
@@ -533,6 +656,7 @@ def path_patching(
     senders: Sequence[str],
     receivers: Sequence[str],
     through_mlps: bool = True,
+    graph: Graph | None = None,
     **model_kwargs: Any,
 ) -> float:
     """By how much the metric of the clean run changes by what some senders tell some receivers.
@@ -548,6 +672,7 @@ def path_patching(
         senders: such as ``"L1H0"``, ``"L2MLP"``, ``"embed"``.
         receivers: such as ``"L3H2.q"``; ``"L3H2"``, all inputs of a head; ``"L3MLP"``; ``"logits"``.
         through_mlps: whether MLPs that are no senders follow what they read. False: direct edges alone.
+        graph: the model's graph, as `Graph.of` makes it, grouped or not; None: grouped.
         model_kwargs: what else the model takes with both prompts of a pair.
 
     Raises:
@@ -563,28 +688,29 @@ def path_patching(
     """
     if not senders or not receivers:
         raise ValueError("path patching needs one sender and one receiver, or more")
-    graph = Graph.of(bridge)
+    graph = graph_of(bridge, graph)
     sending = {graph.sender(name) for name in senders}
     receiving = sorted({index for name in receivers for index in graph.receivers_named(name)})
     pair = pairs_of(bridge, clean, corrupted, model_kwargs)
     one, other = written_in_both(graph, bridge, *pair)
     inputs = _inputs(graph, bridge, pair[0], one, other, sending, through_mlps)
-    hooks: list[Any] = []
+    keys = OwnKeys(graph, bridge)
+    hooks: list[Any] = keys.hooks()
     for port in graph.ports:
         mine = [index - port.first for index in receiving if port.first <= index < port.first + port.count]
         if mine:
-            hooks.append((port.name, _given(port, mine, inputs[port.name])))
-    patched = bridge.run_with_hooks(pair[0], fwd_hooks=hooks)
+            hooks.append((port.name, _given(keys, port, mine, inputs[port.name])))
+    patched = bridge.run_with_hooks(tiled(pair[0], keys.copies), fwd_hooks=hooks)[: len(one.logits)]
     return float(one_number(metric, patched)) - float(one_number(metric, one.logits))
 
 
-def _given(port: Port, which: list[int], stream: Tensor) -> Callable[..., Tensor]:
+def _given(keys: OwnKeys, port: Port, which: list[int], stream: Tensor) -> Callable[..., Tensor]:
     def give(activation: Tensor, hook: HookPoint) -> Tensor:
         if not port.per_head:
-            return stream
-        activation = activation.clone()
-        activation[:, :, which] = stream.unsqueeze(2)
-        return activation
+            return stream.repeat(keys.copies, 1, 1)
+        inputs = keys.read(port, activation).clone()
+        inputs[:, :, which] = stream.unsqueeze(2)
+        return keys.given(port, inputs)
 
     return give
 

@@ -13,7 +13,8 @@ The mechanism, in order:
    (`edge_attribution`).
 4. `EdgeScores.top`, `greedy` and `threshold` choose circuits by scores.
 5. `run_with_edges_replaced` (`bridge.circuits.edge_runs`) runs a model in which all other edges carry something else;
-   `evaluations` measures the metric of circuits and of all that is outside of them.
+   `evaluations` measures the metric of circuits and of all that is outside of them. `OwnKeys`: where the graph's query
+   heads have keys that the model has for a group, each row runs once for each head of a group.
 
 It refuses a model whose stream is no plain sum, or a part of which has no input of its own; pairs of other shapes;
 edges that do not exist. It knows nothing of features in a basis; pictures it asks for when one is drawn.
@@ -448,7 +449,7 @@ class Circuit:
         if set(graph.layers) != {first} or not first.mlp or not first.heads == first.key_heads > 0:
             raise ValueError(
                 "the benchmark's graph has an MLP and as many heads in each layer, all with keys of their own: "
-                f"{bridge.cfg.model_name} has not (its grouped keys are ungrouped by `bridge.legacy`)"
+                f"{bridge.cfg.model_name} has not (if its keys are grouped, take Graph.of(bridge, grouped=False))"
             )
         if not self.scores.isfinite().all():
             raise ValueError("a score is not finite, which the file cannot hold")

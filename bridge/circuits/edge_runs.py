@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,8 +36,68 @@ from bridge.circuits.graph import (
 from bridge.hooks.arguments import check_choice, check_positive, refuse_wrong_types
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.rows import tiled
-from bridge.patching.runs import Edit, Patch, PatchedRuns
+from bridge.patching.runs import Edit, Patch, PatchedRuns, tokens_per_run
 from bridge.run.inputs import Prompts, prompts_with
+
+
+class OwnKeys:
+    """Runs in which each query head reads a key and a value of its own, where the model has one for a group of heads.
+
+    Each row stands in the batch several times. In the first copy a group's key is that of its first query head, in the
+    second that of its second one. What a head puts together is taken from its own copy into all, so that all have one
+    stream.
+
+    Args:
+        graph: the graph, which may be grouped or not.
+        bridge: the bridge.
+
+    Attributes:
+        shared: of each layer, how many query heads share a key in the model that have their own in the graph, or 1.
+        copies: how many times a row stands in the batch.
+    """
+
+    def __init__(self, graph: Graph, bridge: TransformerBridge) -> None:
+        both = zip(graph.layers, Graph.of(bridge).layers, strict=True)
+        self.shared = [own.key_heads // max(1, model.key_heads) or 1 for own, model in both]
+        self.copies = math.lcm(*self.shared)
+
+    def of(self, port: Port) -> int:
+        """How many receivers of a port read, in the model, as one."""
+        return self.shared[port.layer] if port.name.endswith(("hook_k_input", "hook_v_input")) else 1
+
+    def hooks(self) -> list[Any]:
+        """Hooks that take what each head puts together from its own copy."""
+        return [
+            (f"blocks.{layer}.attn.hook_z", partial(self._joined, shared))
+            for layer, shared in enumerate(self.shared)
+            if shared > 1
+        ]
+
+    def _joined(self, shared: int, z: Tensor, hook: HookPoint) -> Tensor:
+        by_copy = z.unflatten(0, (self.copies, -1))[:shared].unflatten(3, (-1, shared))  # copy row pos group head d
+        own = by_copy.diagonal(dim1=0, dim2=4).movedim(-1, 3).flatten(2, 3)
+        return own.repeat(self.copies, 1, 1, 1)
+
+    def read(self, port: Port, activation: Tensor) -> Float[Tensor, "row pos receiver d_model"]:
+        """What a port's receivers read.
+
+        Args:
+            port: one with a head axis.
+            activation: what stands there, of all copies.
+        """
+        shared = self.of(port)
+        return activation.unflatten(0, (self.copies, -1))[:shared].movedim(0, 3).flatten(2, 3)
+
+    def given(self, port: Port, inputs: Float[Tensor, "row pos receiver d_model"]) -> Tensor:
+        """What stands at a port, in all copies, where its receivers read some inputs.
+
+        Args:
+            port: one with a head axis.
+            inputs: of each receiver.
+        """
+        shared = self.of(port)
+        by_copy = inputs.unflatten(2, (-1, shared)).movedim(3, 0)
+        return by_copy.expand(self.copies // shared, *by_copy.shape).flatten(0, 2)
 
 
 def run_with_edges_replaced(
@@ -63,8 +126,8 @@ def run_with_edges_replaced(
     """
     sets, (batch, length) = len(replaced), prompts["input_ids"].shape
     run = _EdgesReplaced(graph, bridge, other.expand(-1, batch, length, -1), replaced, neurons)
-    logits = bridge.run_with_hooks(tiled(prompts, sets), fwd_hooks=run.hooks())
-    return logits.unflatten(0, (sets, batch))
+    logits = bridge.run_with_hooks(tiled(prompts, sets * run.keys.copies), fwd_hooks=run.hooks())
+    return logits[: sets * batch].unflatten(0, (sets, batch))
 
 
 class _EdgesReplaced:
@@ -79,6 +142,7 @@ class _EdgesReplaced:
         neurons: tuple[Tensor, Tensor] | None,
     ) -> None:
         self.graph, self.bridge, self.other = graph, bridge, other
+        self.keys = OwnKeys(graph, bridge)
         self.shape = len(replaced), other.shape[1]
         #: For each set and row, of each sender, the other run less this one.
         self.change = other.new_zeros(*self.shape, *other.shape[:1], *other.shape[2:])
@@ -95,6 +159,7 @@ class _EdgesReplaced:
     def hooks(self) -> list[Any]:
         """They see what senders write, and change what receivers read."""
         hooks: list[Any] = [("blocks.0.hook_resid_pre", lambda stream, hook: self._write(0, stream.unsqueeze(0)))]
+        hooks += self.keys.hooks()
         for layer in range(len(self.graph.layers)):
             hooks += [(name, self._see) for name in names_of(self.graph, self.bridge, layer)]
         used = torch.zeros(len(self.graph.receivers), dtype=torch.bool)
@@ -107,7 +172,8 @@ class _EdgesReplaced:
         ]
 
     def _write(self, sender: int, parts: Float[Tensor, "part rows pos d_model"]) -> None:
-        here, at = parts.unflatten(1, self.shape).movedim(0, 2), slice(sender, sender + len(parts))
+        here = parts[:, : math.prod(self.shape)]  # what is written is the same in all copies
+        here, at = here.unflatten(1, self.shape).movedim(0, 2), slice(sender, sender + len(parts))
         self.change[:, :, at] = self.other[at].movedim(0, 1) - here
 
     def _see(self, activation: Tensor, hook: HookPoint) -> None:
@@ -137,7 +203,8 @@ class _EdgesReplaced:
                 added = added + weights[:, :, mine, before] @ upstream.flatten(3)
             assert isinstance(added, Tensor)
             by_row = added.unflatten(3, self.change.shape[3:]).flatten(0, 1).movedim(1, 2)  # row pos receiver d_model
-            return stream + (by_row if port.per_head else by_row.squeeze(-2)).to(stream.dtype)
+            by_row = self.keys.given(port, by_row.to(stream.dtype))
+            return stream + (by_row if port.per_head else by_row.squeeze(-2))
 
         return read
 
@@ -410,8 +477,24 @@ def refuse_another_model(graph: Graph, bridge: TransformerBridge) -> None:
         ValueError: it is.
     """
     model_graph = Graph.of(bridge)
-    if graph != model_graph:
+    if graph not in (model_graph, Graph.of(bridge, grouped=False)):
         raise ValueError(f"the graph is {graph}, and this model is {model_graph}")
+
+
+def graph_of(bridge: TransformerBridge, graph: Graph | None) -> Graph:
+    """A graph that was asked for, or the model's own.
+
+    Args:
+        bridge: the bridge.
+        graph: what was asked for.
+
+    Raises:
+        ValueError: it is another model's.
+    """
+    if graph is None:
+        return Graph.of(bridge)
+    refuse_another_model(graph, bridge)
+    return graph
 
 
 def ablated(
@@ -539,18 +622,86 @@ def effects_of_edges(
     differs = [part.abs().amax((0, 2)).nonzero().flatten() for part in change]
     wanted = [(receiver, sender) for receiver, sender in wanted if len(differs[sender])]
     base = float(one_number(metric, one.logits))
+    keys = OwnKeys(graph, bridge)
     ports = [graph.port_of[receiver] for receiver, _ in wanted]
-    hooks = [bridge.hook_dict[port.name] for port in ports]
-    patches = []
+    points = [f"blocks.{port.layer}.attn.hook_z" if keys.of(port) > 1 else port.name for port in ports]
+    hooks = [bridge.hook_dict[point] for point in points]
+    runs = PatchedRuns(bridge, clean, hooks, size=bridge.cfg.n_heads)
+    patches: list[Patch] = []
+    alone: dict[Port, list[tuple[int, int, int]]] = {}
     for index, ((receiver, sender), port, hook) in enumerate(zip(wanted, ports, hooks, strict=True)):
         which = receiver - port.first if port.per_head else None
-        patches.append(Patch(index, hook, int(differs[sender][0]), _adding(change[sender], which)))
+        if which is not None and keys.of(port) > 1:
+            alone.setdefault(port, []).append((index, which, sender))
+        else:
+            patches.append(Patch(index, hook, int(differs[sender][0]), _adding(change[sender], which)))
+    of_ports = (_of_own_keys(keys.of(port), runs, port, some, change, differs) for port, some in alone.items())
     with tqdm(total=len(wanted), desc="patching edges", unit="edge", disable=not verbose) as bar:
-        for patch, logits in PatchedRuns(bridge, clean, hooks, size=bridge.cfg.n_heads).logits(patches):
+        for patch, logits in itertools.chain.from_iterable(map(runs.logits, itertools.chain([patches], of_ports))):
             receiver, sender = wanted[patch.index]
             values[receiver, sender] = float(one_number(metric, logits)) - base
             bar.update()
     return values
+
+
+def _of_own_keys(
+    shared: int,
+    runs: PatchedRuns,
+    port: Port,
+    wanted: Sequence[tuple[int, int, int]],
+    change: Float[Tensor, "sender batch pos d_model"],
+    differs: Sequence[Tensor],
+) -> list[Patch]:
+    """Patches of what heads put together, where the key or value of one alone is another than its group's.
+
+    Args:
+        shared: how many query heads a group has.
+        runs: of the prompts.
+        port: through which they read.
+        wanted: edges: index, query head and sender.
+        change, differs: of each sender, what the other run is more than this one, and at which positions.
+    """
+    bridge, layer, batch, length = runs.model, port.layer, *change.shape[1:3]
+    groups = list(dict.fromkeys((head // shared, sender) for _, head, sender in wanted))
+    run, point = runs.corrupted, f"blocks.{layer}.attn.hook_z"
+    found: dict[tuple[int, int], Tensor] = {}
+    together = max(1, tokens_per_run(bridge.cfg, change.device, length, change.element_size()) // (batch * length))
+    for at in range(0, len(groups), together):
+        some = groups[at : at + together]
+
+        def add(read: Tensor, hook: HookPoint, some: Sequence[tuple[int, int]] = some) -> Tensor:
+            read = read.clone()
+            for rows, (group, sender) in zip(read.split(batch), some, strict=True):
+                rows[:, :, group] += change[sender]
+            return read
+
+        def keep(z: Tensor, hook: HookPoint, some: Sequence[tuple[int, int]] = some) -> None:
+            for rows, (group, sender) in zip(z.split(batch), some, strict=True):
+                found[group, sender] = rows[:, :, group * shared : (group + 1) * shared].clone()
+
+        given: Any = tiled(runs.prompts, len(some))
+        options: dict[str, Any] = {"stop_at_layer": layer + 1}
+        if run is not None and run.steps:
+            given = run.streams[layer].repeat(len(some), 1, 1)
+            options |= {"start_at_layer": layer, **run.options(layer, layer + 1, len(some), 0)}
+        bridge.run_with_hooks(given, fwd_hooks=[(port.name, add), (point, keep)], **options)
+    return [
+        Patch(index, bridge.hook_dict[point], int(differs[sender][0]), _putting(found[head // shared, sender], head))
+        for index, head, sender in wanted
+    ]
+
+
+def _putting(own: Float[Tensor, "batch pos group d_head"], head: int) -> Callable[[int], Edit]:
+    """A patch that puts in what a head puts together, of what the heads of its group do."""
+
+    def of(start: int) -> Edit:
+        def put(z: Tensor) -> Tensor:
+            z[:, :, head] = own[:, start:, head % own.shape[2]]
+            return z
+
+        return put
+
+    return of
 
 
 def _adding(change: Float[Tensor, "batch pos d_model"], which: int | None) -> Callable[[int], Edit]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from adapters.attention import Gate, SinkGate
 from bridge.analysis.analysis import refuse_no_sum, refuse_training
 from bridge.analysis.layer_outputs import post_norm
 from bridge.bridge import TransformerBridge
@@ -31,7 +32,8 @@ class LayerShape:
     """How many heads a layer has, and whether an MLP beside them.
 
     Attributes:
-        heads, key_heads: how many query heads, and key and value heads; 0 without attention.
+        heads, key_heads: how many query heads, and key and value heads (in a graph that is not grouped, as many as
+            query heads); 0 without attention.
         mlp: whether it has an MLP (or a mixture, which is one node).
         parallel: the MLP reads the stream before the heads of its layer.
     """
@@ -67,7 +69,8 @@ class Graph:
 
     Senders are ``embed`` (everything that enters the first block), heads ``L3H2`` and MLPs ``L3MLP``. Receivers are
     ``L3H2.q``, ``L3H2.k``, ``L3H2.v``, ``L3MLP`` and ``logits``. With grouped keys, a key head has one key input and
-    one value input, for all query heads of its group: ``L3G1.k``, ``L3G1.v``.
+    one value input, for all query heads of its group: ``L3G1.k``, ``L3G1.v``; or, if the graph is asked for with
+    ``grouped=False``, each query head has inputs of its own, as in models without groups.
 
     Args:
         layers: what each layer has.
@@ -130,21 +133,29 @@ class Graph:
 
     @classmethod
     @refuse_wrong_types
-    def of(cls, bridge: TransformerBridge) -> Graph:
+    def of(cls, bridge: TransformerBridge, grouped: bool = True) -> Graph:
         """The graph of a model.
 
         Args:
             bridge: the bridge.
+            grouped: whether query heads that share a key head share its inputs. False: each reads its key and its value
+                through inputs of its own, as in the graph of the Mechanistic Interpretability Benchmark. Nothing of the
+                model is changed for that.
 
         Raises:
             ValueError: its residual stream is no plain sum that heads and MLPs read (norms on the stream, an encoder
-                and a decoder), or a part of a layer has no inputs of its own.
+                and a decoder), or a part of a layer has no inputs of its own; not grouped, and all heads' keys, or what
+                heads put together, enter one norm, so that a head's own key would be another one in each.
+
+        Example:
+            See `edge_attribution`.
         """
         name, hooks = bridge.cfg.model_name, bridge.hook_dict
         if "blocks.0.hook_resid_pre" not in hooks or bridge.core.config.is_encoder_decoder:
             raise ValueError(f"{name} has no single list of blocks; a graph needs one residual stream")
         refuse_no_sum(bridge)
-        return cls([_shape_of(bridge, index) for index in range(bridge.cfg.n_layers)])
+        found = [_shape_of(bridge, index) for index in range(bridge.cfg.n_layers)]
+        return cls(found if grouped else [_ungrouped(bridge, index, layer) for index, layer in enumerate(found)])
 
     @cached_property
     def exists(self) -> Bool[Tensor, "receiver sender"]:
@@ -279,6 +290,23 @@ def _shape_of(bridge: TransformerBridge, index: int) -> LayerShape:
     return LayerShape(*heads, mlp, parallel=mlp and attention and f"{block}.hook_resid_mid" not in hooks)
 
 
+def _ungrouped(bridge: TransformerBridge, index: int, layer: LayerShape) -> LayerShape:
+    """A layer in whose graph each query head has a key and a value of its own.
+
+    Raises:
+        ValueError: what a head puts together is no function of its own query, key and value alone.
+    """
+    attn = bridge.architecture.stack.block_at(index).attn
+    if attn is not None and layer.heads != layer.key_heads:
+        normed = attn.norms_over == "width" and (attn.k.norm or attn.v.norm)
+        if normed or not isinstance(attn.z_transform, Gate | SinkGate | None):
+            raise ValueError(
+                f"heads of layer {index} of {bridge.cfg.model_name} go through one norm or module together, so that no "
+                "head has a key and a value to itself: there is only the graph with keys grouped"
+            )
+    return replace(layer, key_heads=layer.heads)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Metrics of logits: the difference of two tokens, and the divergence from other logits. Any function will do.
 # ----------------------------------------------------------------------------------------------------------------------
@@ -318,18 +346,19 @@ def one_number(metric: Metric, logits: Float[Tensor, "batch pos d_vocab"]) -> Te
     return found.squeeze()
 
 
-def gradients_of(name: str, number: Tensor, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def gradients_of(name: str, number: Tensor, leaves: Sequence[Tensor], again: bool = False) -> tuple[Tensor, ...]:
     """The gradients of what a metric says.
 
     Args:
         name: what the metric is called.
         number: what it says.
         leaves: what the logits were computed from.
+        again: whether there will be other gradients of what they were computed by.
 
     Raises:
         ValueError: it was not computed from the logits in a way that has a gradient.
     """
-    found = torch.autograd.grad(number, leaves, allow_unused=True) if number.requires_grad else ()
+    found = torch.autograd.grad(number, leaves, retain_graph=again, allow_unused=True) if number.requires_grad else ()
     if not found or any(one is None for one in found):
         raise ValueError(
             f"{name} gives a number without a gradient: compute it from the logits that it is given, by PyTorch, "

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bridge.bridge import TransformerBridge
 from bridge.circuits.circuits import EdgeScores
-from bridge.circuits.edge_runs import ablated, run_with_edges_replaced
+from bridge.circuits.edge_runs import ablated, graph_of, run_with_edges_replaced
 from bridge.circuits.graph import (
     Graph,
     Metric,
@@ -40,6 +40,7 @@ def trained_edges(
     ablation: str | Float[Tensor, "constant d_model"] = "resample",
     reference: Prompts | None = None,
     seed: int = 0,
+    graph: Graph | None = None,
     **model_kwargs: Any,
 ) -> EdgeScores:
     """A probability for each edge that the circuit has it, trained by uniform gradient sampling.
@@ -59,6 +60,7 @@ def trained_edges(
         samples: how many circuits each prompt runs with in a step, all in one batch.
         ablation, reference: what other edges carry, as for `Circuit.evaluate`.
         seed: of what is drawn.
+        graph: the model's graph, as `Graph.of` makes it, grouped or not; None: grouped.
         model_kwargs: what else the model takes with both prompts of a pair.
 
     Returns:
@@ -85,7 +87,7 @@ def trained_edges(
     if not 0 <= penalty < math.inf:
         raise ValueError(f"penalty is {penalty}; it must be 0 or more, and finite")
     refuse_inference_mode("trained_edges")
-    graph, (one, two) = Graph.of(bridge), pairs_of(bridge, clean, corrupted, model_kwargs)
+    graph, (one, two) = graph_of(bridge, graph), pairs_of(bridge, clean, corrupted, model_kwargs)
     wrote, other = ablated(graph, bridge, one, two, ablation, reference)
     loss = loss or divergence_at_last_tokens(wrote.logits, one)
     numbers = torch.Generator().manual_seed(seed)

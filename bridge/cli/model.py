@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers.distributed import DistributedConfig
 
+from adapters.imports import check_tensor_parallel
 from adapters.spread import SpreadModelError
 from bridge.bridge import TransformerBridge
 from bridge.embedded import MODEL_DIR
@@ -48,6 +49,7 @@ def _spread_model(name: str, given: dict[str, Any]) -> TransformerBridge:
         raise CommandError(
             "--tp spreads the model over several processes: start them with torchrun --nproc-per-node 2 -m bridge ..."
         )
+    check_tensor_parallel()
     config = DistributedConfig(tp_plan="auto", tp_size=processes)
     place = str(MODEL_DIR) if name == "embedded" else name
     bridge = TransformerBridge.boot_transformers(place, distributed_config=config, **given)

@@ -8,7 +8,8 @@ The mechanism, in order:
 1. `attribution_graph` holds patterns and norm factors (`bridge.linearised`), and refuses a model that still bends.
 2. `_ReplacementRun` runs the model once. What a basis explains becomes its features and what they leave unexplained.
    Each of these stands in the run as a leaf of autograd's graph: a `_Source`.
-3. A row, what one receiver gets from every node, is its gradient at the leaves, times what stands there (`_rows`).
+3. A row, what one receiver gets from every node, is its gradient at the leaves, times what stands there (`_rows`); of
+   features in the prompt's first parts in a run of these parts alone (`_rows_of`).
 4. With a limit, `_most_influential` goes from the logits backwards and computes the rows of those features alone that
    are among the most influential so far. `_among` then makes the graph of the nodes that are kept.
 5. `score_terms` takes the rows of one query and one key, whose product is the score.
@@ -21,10 +22,11 @@ It knows nothing of what bases are made of, and asks for a picture when one is d
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,6 +43,7 @@ from bridge.bases.bases import takes_over, written_later
 from bridge.bridge import TransformerBridge
 from bridge.hooks.arguments import check_positive, refuse_wrong_types
 from bridge.hooks.hooks import HookPoint
+from bridge.hooks.modules import close
 from bridge.run.inputs import Prompts, prompts_with
 
 #: What begins the residual stream.
@@ -450,7 +453,7 @@ def attribution_graph(
         limit: how many features, errors and tokens are nodes; None: all.
         together: how many rows are computed at once, or fewer where their gradients would take over 1 GiB.
         file: where the adjacency stands, rows being written as they are computed: its memory is the system's to take
-            back. What is zero because it is computed later takes no room there. A file of that name is replaced, and
+            back. Its room on the disk is taken before the first row is computed. A file of that name is replaced, and
             `AttributionGraph.save` writes what can be read again. None: in memory.
         model_kwargs: what else the model takes with it, such as ``pixel_values=``.
 
@@ -461,6 +464,7 @@ def attribution_graph(
         ValueError: a point that is in no basis, or in one of something else inside a part; one that attends to other
             positions by a function that gives no pattern; training mode; no node or no row asked for; a model that is
             not linear where patterns, factors and MLPs are held (a state space, a gate); nothing to attribute.
+        OSError: there is no room for the file.
 
     Example:
         >>> import torch
@@ -485,6 +489,8 @@ def attribution_graph(
         check_positive("limit", limit)
     bases, prompt, kept = _asked(bridge, tokens, points, without_positions, together, model_kwargs)
     _check_logits(logits, bridge.cfg.d_vocab)
+    if file is not None:
+        _take_room(file, 0)  # whether there can be such a file
     with torch.no_grad():
         plain = bridge(prompt)[0, -1].float()
     shares = plain.softmax(-1)
@@ -492,6 +498,7 @@ def attribution_graph(
     with bridge.linearised(prompt), torch.enable_grad():
         _refuse_what_is_not_linear(bridge, prompt)
         run = _ReplacementRun(bridge, prompt, bases, kept, chosen, shares[chosen], together)
+    with torch.enable_grad():  # what was held is in the run
         return run.graph(limit, file)
 
 
@@ -912,6 +919,18 @@ class _Source:
             return [Node(self.kind, self.point, pos) for (pos,) in found]
         return [Node("feature", self.point, at[0], at[-1], *at[1:-1]) for at in found]
 
+    def begins(self, whole: _Source, length: int) -> bool:
+        """Whether this is the beginning of another one, of its first positions.
+
+        Args:
+            whole: the other one.
+            length: how many positions.
+        """
+        first, rest = whole.entries.tensor_split([len(self.entries)])
+        if (self.kind, self.point) != (whole.kind, whole.point) or not torch.equal(self.entries, first):
+            return False
+        return bool((rest[:, 0] >= length).all()) and close(self.leaf, whole.leaf[:, :length])
+
     def at(self, tensor: Tensor, which: Tensor) -> Tensor:
         """The entries of some of the nodes, of a tensor like the leaf."""
         return tensor[0][self.entries[which].unbind(1)]
@@ -998,6 +1017,35 @@ class _PatternsHeld(TorchFunctionMode):
             )
 
 
+def _take_room(file: str | Path, n: int) -> None:
+    """Makes a file of zeros for the edges between some nodes.
+
+    It is filled here, since a disk that is found to be full when memory is written back would end the process.
+
+    Args:
+        file: its name. What stood there is replaced; an earlier graph may still use it.
+        n: how many nodes.
+
+    Raises:
+        OSError: there is no room, or no such folder.
+    """
+    path, left, zeros = Path(file), 4 * n**2, bytes(2**20)
+    path.unlink(missing_ok=True)
+    try:
+        with path.open("wb", buffering=0) as made:
+            while left:
+                left -= made.write(zeros[:left])
+            os.fsync(made.fileno())
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        said = f"{error.strerror}: the edges between {n} nodes take {4 * n**2} bytes"
+        raise OSError(error.errno, said, str(file)) from error
+
+
+#: Into how many parts a prompt is cut whose features' rows are computed without what is behind them.
+_PREFIXES = 4
+#: How many rows of the whole prompt a run of a part must spare.
+_WORTHWHILE = 8
 #: In which order the nodes of a graph stand.
 _ORDER = ("feature", "error", "token", "constant")
 #: How much memory the gradients of the rows that are computed at once may take.
@@ -1040,6 +1088,7 @@ class _ReplacementRun:
         stop: Sequence[str] = (),
     ) -> None:
         self.bridge, self.kept, self.together = bridge, kept, together
+        self.prompt, self.bases = prompt, bases
         self.cut: dict[str, Tensor] = {}
         self.tokens, self.probabilities = tokens, probabilities
         self.sources: list[_Source] = []
@@ -1120,6 +1169,48 @@ class _ReplacementRun:
             sent = [source.sent(gradient, len(some)) for source, gradient in zip(sources, gradients, strict=True)]
             yield some, sent
 
+    def _rows_of(self, wanted: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor, list[Tensor]]]:
+        """The rows of features, as `_rows` gives them, source by source.
+
+        Nothing behind a feature's position reaches it: those of the prompt's first parts are computed in runs of these
+        parts alone, where they spare enough and are the same.
+
+        Args:
+            wanted: for each source, which of its features, in order.
+        """
+        length, begin = self.kept.numel(), 0
+        for part in range(1, _PREFIXES + 1):
+            end = length * part // _PREFIXES
+            places = {at: self.sources[at].entries[which, 0] for at, which in wanted.items()}
+            here = {at: which[(begin <= places[at]) & (places[at] < end)] for at, which in wanted.items()}
+            spared = sum(len(which) for which in here.values()) * (length - end)
+            run = (self._of_prefix(end) if spared > _WORTHWHILE * length else None) or self
+            for at, which in here.items():
+                for some, sent in run._rows(run._features(at, which)):
+                    yield (
+                        at,
+                        some,
+                        [
+                            found if run is self else functional.pad(found, (0, len(source.entries) - found.shape[1]))
+                            for source, found in zip(self.sources, sent, strict=False)
+                        ],
+                    )
+            begin = end
+
+    def _of_prefix(self, length: int) -> _ReplacementRun | None:
+        """The run of the prompt's first tokens; None where what stands at them is not what it is in the whole."""
+        tokens_alone = self.prompt.keys() <= {"input_ids", "attention_mask"}
+        if not tokens_alone or any(leaf.shape[-1] == length for leaf in self._leaves.values()):  # see `_PatternsHeld`
+            return None
+        prompt = {name: value[:, :length] for name, value in self.prompt.items()}
+        with self.bridge.linearised(prompt):
+            none = self.kept.new_zeros(0, dtype=torch.long)
+            of = (prompt, self.bases, self.kept[:length], none, self.probabilities[:0], self.together)
+            run = _ReplacementRun(self.bridge, *of)
+        both = zip(run.sources, self.sources, strict=False)
+        same = len(run.sources) == len(self.sources) and all(one.begins(other, length) for one, other in both)
+        return run if same else None
+
     def _gradients(self, receivers: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Of each receiver: one by one where the model is spread, as DTensors know no vmap."""
         if not receivers.requires_grad:
@@ -1146,7 +1237,12 @@ class _ReplacementRun:
         """
         if not any(len(source.entries) for source in self.sources if source.kind == "feature"):
             raise ValueError("no feature is active at these positions: there is nothing to attribute")
-        if limit is not None and sum(len(some.entries) for some in self.sources if some.kind != "constant") > limit:
+        ranked = sum(len(some.entries) for some in self.sources if some.kind != "constant")
+        dropped = limit is not None and ranked > limit
+        if file is not None:
+            most = limit + 1 if limit is not None and dropped else sum(len(some.entries) for some in self.sources)
+            _take_room(file, most + 1 + len(self.tokens))
+        if limit is not None and dropped:
             return self._among(self._most_influential(limit), file, dropped=True)
         return self._among([torch.arange(len(some.entries), device=some.leaf.device) for some in self.sources], file)
 
@@ -1158,34 +1254,34 @@ class _ReplacementRun:
         nodes = [node for at in order for node in self.sources[at].nodes(kept[at])]
         biases = len(nodes)
         nodes += [Node("constant", "biases", 0), *[Node("dropped", "dropped", 0)] * dropped]
-        receiving = [(len(nodes), self.logits)]
+        first[-1] = len(nodes)  # of the logits
         nodes += [Node("logit", "logits", self.kept.numel() - 1, int(token)) for token in self.tokens]
         shares = self.probabilities if file is None else self.probabilities.cpu()
         received, values = shares.new_zeros(2, len(nodes))
         if file is None:
             adjacency = shares.new_zeros(len(nodes), len(nodes))
         else:
-            Path(file).unlink(missing_ok=True)  # an earlier graph may still stand there
+            os.truncate(file, 4 * len(nodes) ** 2)
             adjacency = torch.from_file(str(file), shared=True, size=len(nodes) ** 2, dtype=shares.dtype)
             adjacency = adjacency.view(len(nodes), len(nodes))
         for at, source in enumerate(self.sources):
             values[columns[at]] = source.sizes(kept[at]).to(values)
-            if source.kind == "feature":
-                receiving.append((first[at], self._features(at, kept[at])))
-        for row, receivers in receiving:
-            for some, sent in self._rows(receivers):
-                rows = slice(row, row + len(some))
-                row += len(some)
-                for source, mine, column, parts in zip(self.sources, kept, columns, sent, strict=False):
-                    adjacency[rows, column] = parts[:, mine].to(adjacency)
-                    if source.kind != "constant":
-                        received[rows] += parts.abs().sum(1).to(received)
-                    if dropped:
-                        rest = parts.index_fill(1, mine, 0).sum(1).to(adjacency)
-                        adjacency[rows, biases + (source.kind != "constant")] += rest
-                values[rows] = receivers.of(some).detach().to(values)
-                if receivers.linear:  # all is linear in the nodes and constant otherwise
-                    adjacency[rows, biases] += values[rows] - adjacency[rows].sum(1)
+        of_logits = ((-1, some, sent) for some, sent in self._rows(self.logits))
+        features = {at: mine for at, mine in enumerate(kept) if self.sources[at].kind == "feature"}
+        for at, some, sent in chain(of_logits, self._rows_of(features)):
+            receivers = self.logits if at < 0 else self._features(at, some)
+            rows = slice(first[at], first[at] + len(some))
+            first[at] += len(some)
+            for source, mine, column, parts in zip(self.sources, kept, columns, sent, strict=False):
+                adjacency[rows, column] = parts[:, mine].to(adjacency)
+                if source.kind != "constant":
+                    received[rows] += parts.abs().sum(1).to(received)
+                if dropped:
+                    rest = parts.index_fill(1, mine, 0).sum(1).to(adjacency)
+                    adjacency[rows, biases + (source.kind != "constant")] += rest
+            values[rows] = receivers.of(some).detach().to(values)
+            if receivers.linear:  # all is linear in the nodes and constant otherwise
+                adjacency[rows, biases] += values[rows] - adjacency[rows].sum(1)
         return AttributionGraph(tuple(nodes), adjacency, values, shares, received)
 
     def value(self, node: Node) -> Float[Tensor, ""]:
@@ -1251,11 +1347,11 @@ class _ReplacementRun:
             if not len(fresh):
                 return by_source(first)
             expanded[fresh] = True
-            for at, which in ((at, which) for at, which in enumerate(by_source(fresh)) if len(which)):
-                for rows, sent in self._rows(self._features(at, which)):
-                    shares = self._shares(sent)
-                    largest = shares.topk(min(_FOLLOWED, shares.shape[1]))
-                    known.setdefault(at, []).append((rows + offsets[at], largest.indices, largest.values))
+            wanted = {at: which for at, which in enumerate(by_source(fresh)) if len(which)}
+            for at, rows, sent in self._rows_of(wanted):
+                shares = self._shares(sent)
+                largest = shares.topk(min(_FOLLOWED, shares.shape[1]))
+                known.setdefault(at, []).append((rows + offsets[at], largest.indices, largest.values))
 
     def _shares(self, sent: Sequence[Tensor]) -> Float[Tensor, "row node"]:
         """Of what each row gets the shares of the sizes, constants aside."""

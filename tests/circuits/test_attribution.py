@@ -216,6 +216,9 @@ def test_mean_of_batches(gpt2, graph, clean, corrupted):
         mean_scores(rows, [1])
     with pytest.raises(ValueError, match="one or more"):
         mean_scores([])
+    for weights in ([1, -1], [0, 0.0], [1.0, float("inf")], [float("nan"), 1.0]):
+        with pytest.raises(ValueError, match="there is no mean of such weights"):
+            mean_scores(rows, weights)
 
 
 def test_refusals(gpt2, graph, clean, corrupted, metric):
@@ -267,3 +270,45 @@ def test_training_mode_is_refused_everywhere(graph, clean, corrupted, metric):
     for study in studies:
         with pytest.raises(ValueError, match="training mode"):
             study()
+
+
+def everywhere(logits: torch.Tensor) -> torch.Tensor:
+    """A metric that looks at all positions."""
+    return logits.log_softmax(-1)[..., 5].mean()
+
+
+@pytest.mark.parametrize("method", ["gradient", "inputs", "activations", "own_activations"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2", "qwen3"])
+@pytest.mark.parametrize("looks", ["at one", "at all"])
+def test_what_need_not_run(metric, clean, corrupted, method, family, looks):
+    """Where somebody listens, all layers run, and all logits are computed: the scores are the same."""
+    bridge, metric = bridge_of(family), metric if looks == "at one" else everywhere
+    graph = Graph.of(bridge, grouped=False)
+    calls: list[int] = []
+    found = edge_attribution(bridge, clean, corrupted, metric, method, 3, graph)
+    with bridge.hooks(fwd_hooks=[("blocks.0.hook_resid_pre", lambda stream, hook: calls.append(len(stream)))]):
+        right = edge_attribution(bridge, clean, corrupted, metric, method, 3, graph)
+        if method != "own_activations":
+            nodes = node_attribution(bridge, clean, corrupted, metric, method, 3)
+    assert right.values.abs().max() > 1e-3
+    torch.testing.assert_close(found.values, right.values, rtol=0, atol=2e-5 * float(right.values.abs().max()))
+    if method != "own_activations":
+        again = node_attribution(bridge, clean, corrupted, metric, method, 3)
+        torch.testing.assert_close(again.neurons, nodes.neurons, rtol=0, atol=2e-5 * float(nodes.neurons.abs().max()))
+
+
+def test_layers_before_a_part_do_not_run_again(gpt2, clean, corrupted, metric, monkeypatch):
+    """Eight steps of seven parts in three layers: 2 parts begin in each, and 1 at the embeddings."""
+    block, rows = type(gpt2.original_model.transformer.h[0]), []
+    forward = block.forward
+    monkeypatch.setattr(
+        block, "forward", lambda self, x, *args, **kwargs: rows.append(len(x)) or forward(self, x, *args, **kwargs)
+    )
+    edge_attribution(gpt2, clean, corrupted, metric, "activations", 8)
+    ran = sum(rows) / len(clean)
+    clean_and_corrupted, tried, below = 2 * 3, 3 + 2 + 2, 2
+    assert ran <= 8 * (3 + 2 * (3 + 2 + 1)) + clean_and_corrupted + tried + below
+    rows.clear()
+    with gpt2.hooks(fwd_hooks=[("blocks.0.hook_resid_pre", lambda stream, hook: None)]):
+        edge_attribution(gpt2, clean, corrupted, metric, "activations", 8)
+    assert sum(rows) / len(clean) == 8 * 7 * 3 + clean_and_corrupted

@@ -234,7 +234,7 @@ def test_evaluation_refuses(gpt2, graph, clean, corrupted, metric):
     with pytest.raises(ValueError, match="reference prompts have 4 tokens"):
         circuit.evaluate(gpt2, clean, corrupted, metric, "mean", clean[:, :4])
     with pytest.raises(ValueError, match="and this model is"):
-        circuit.evaluate(TransformerBridge(tiny("llama")), clean, corrupted, metric)
+        circuit.evaluate(TransformerBridge(tiny("gpt_neox")), clean, corrupted, metric)
     with pytest.raises(ValueError, match="nothing for a circuit to keep"):
         _ = Evaluation(1.0, 1.0, 1.0, 1.0, 0.5).faithfulness
     with pytest.raises(ValueError, match="there is no edge L0H0->L0H0"):
@@ -366,7 +366,7 @@ def test_the_benchmarks_file_is_written_and_read(gpt2, graph, tmp_path):
     with pytest.raises(ValueError, match="all with keys of their own"):
         Circuit.of_edges(Graph.of(grouped), ["embed->logits"]).to_mib(file, grouped)
     with pytest.raises(ValueError, match="and this model is"):
-        circuit.to_mib(file, grouped)
+        circuit.to_mib(file, TransformerBridge(tiny("gpt_neox")))
 
 
 def test_intervals_are_bootstraps_over_prompts(gpt2, graph, clean, corrupted):

@@ -1,6 +1,8 @@
 """Attribution graphs: against circuit-tracer's own, and edge by edge against interventions."""
 
+import errno
 import math
+import resource
 from pathlib import Path
 
 import pytest
@@ -375,6 +377,28 @@ def test_a_graph_in_a_file_is_the_same(
     assert torch.equal(there.influence(), graph.influence()) and there.largest(30) == graph.largest(30)
 
 
+@pytest.mark.parametrize("limit", [None, 20])
+def test_a_disk_without_room(
+    limit: int | None, placed_deep: tuple[TransformerBridge, list[str], AttributionGraph], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A file that may not become as large as the graph: it is told before a row is computed, and nothing is left."""
+    bridge, points, _ = placed_deep
+    monkeypatch.setattr("bridge.features.graph._ReplacementRun._rows", lambda *_: pytest.fail("a row was computed"))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"the edges between \d+ nodes take \d+ bytes: .*rows") as told:
+            attribution_graph(bridge, TOKENS, points, limit=limit, file=tmp_path / "rows")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert told.value.filename == str(tmp_path / "rows") and told.value.errno == errno.EFBIG
+    assert not (tmp_path / "rows").exists()
+    monkeypatch.setattr(bridge, "run_with_hooks", lambda *_, **__: pytest.fail("the model ran"))
+    with pytest.raises(FileNotFoundError, match="no_such_folder"):
+        attribution_graph(bridge, TOKENS, points, limit=limit, file=tmp_path / "no_such_folder" / "rows")
+
+
 def test_influence_and_edges_do_not_depend_on_how_many_rows_are_looked_at(
     placed_deep: tuple[TransformerBridge, list[str], AttributionGraph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -382,6 +406,45 @@ def test_influence_and_edges_do_not_depend_on_how_many_rows_are_looked_at(
     influence, edges = graph.influence(), graph.largest(200)
     monkeypatch.setattr("bridge.features.graph._ROWS", 7)
     assert torch.allclose(graph.influence(), influence, rtol=1e-6, atol=0) and graph.largest(200) == edges
+
+
+@pytest.mark.parametrize("limit", [None, 70])
+@pytest.mark.parametrize("kind", ["placed", "placed_across", "placed_deep"])
+def test_rows_of_the_prompts_first_parts(
+    kind: str, limit: int | None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Computed without what is behind them, they are those of the whole prompt."""
+    bridge, points, _ = request.getfixturevalue(kind)
+    whole = attribution_graph(bridge, TOKENS, points, limit=limit, together=5)
+    monkeypatch.setattr("bridge.features.graph._WORTHWHILE", 0)
+    lengths, run = [], bridge.linearised
+    monkeypatch.setattr(bridge, "linearised", lambda prompt, *args, **kwargs: (
+        lengths.append(prompt["input_ids"].shape[1]) or run(prompt, *args, **kwargs)
+    ))  # fmt: skip
+    graph = attribution_graph(bridge, TOKENS, points, limit=limit, together=5)
+    assert set(lengths) == {1, 3, 4, 6} or (limit is not None and {3, 4} & set(lengths))
+    assert graph.nodes == whole.nodes
+    for name in ("adjacency", "values", "received"):
+        assert torch.allclose(getattr(graph, name), getattr(whole, name), rtol=0, atol=1e-5)
+    assert torch.allclose(graph.influence(), whole.influence(), rtol=0, atol=1e-5)
+
+
+def test_rows_that_need_what_is_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A basis that reads later positions: at the prompt's first tokens other features are active without these."""
+    monkeypatch.setattr("bridge.features.graph._WORTHWHILE", 0)
+    bridge = reference_bridge("gpt2")
+    W = torch.randn(32, 24, generator=torch.Generator().manual_seed(0)) / 4
+    point = bridge.add_basis(
+        "blocks.1.hook_mlp_out", "both", reads="blocks.1.hook_resid_mid",
+        encode=lambda x: ((x + x.mean(1, keepdim=True)) @ W).relu(), decode=lambda features: features @ W.T,
+    )  # fmt: skip
+    graph = attribution_graph(bridge, TOKENS, [point.name])
+    monkeypatch.setattr("bridge.features.graph._PREFIXES", 1)
+    right = attribution_graph(bridge, TOKENS, [point.name])
+    assert graph.nodes == right.nodes and torch.equal(graph.adjacency, right.adjacency)
+    later = [i for i, node in enumerate(graph.nodes) if node.kind == "token" and node.pos == 5]
+    first = [i for i, node in enumerate(graph.nodes) if node.kind == "feature" and node.pos == 0]
+    assert graph.adjacency[first][:, later].abs().max() > 1e-3
 
 
 def test_a_limit_that_all_fit_in_changes_nothing(placed: tuple[TransformerBridge, list[str], AttributionGraph]) -> None:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from adapters import verify
+from adapters.imports import VersionError, check_tensor_parallel, has_transformers
 from adapters.spread import DifferentEditsError, SpreadModelError
 from bridge import TransformerBridge
 from bridge.cache import ActivationCache
@@ -43,6 +44,9 @@ ENDS = ("alone_in_a_trace", "alone_in_a_direct_call", "breaks_off_in_a_harvest")
 
 def tensor_parallel(kind: str, folder: Path, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     """A model over all processes."""
+    check_tensor_parallel()
+    if "by_expert" in kind and not has_transformers("5.19"):
+        raise VersionError("experts of a plan of their own (ep_size) need transformers 5.19 or later")
     size = dist.get_world_size()
     experts = {"ep_size": size} if "by_expert" in kind else {}
     config = DistributedConfig(tp_plan=PLANS.get(kind, "auto"), tp_size=size, **experts)

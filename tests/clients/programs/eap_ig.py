@@ -33,8 +33,9 @@ ABLATIONS = {"zero": "zero", "mean-positional": "mean"}
 
 
 def as_bridge_circuits_has_it(method, graph, model, texts, ablation="resample"):
-    """The same scores; and each reads the other's file."""
+    """The same scores, of a model whose keys stay grouped, too; and each reads the other's file."""
     from bridge.circuits import Circuit, edge_attribution, edge_effects, information_flow
+    from bridge.circuits import Graph as OurGraph
 
     graph.apply_topn(20, True)
     with tempfile.TemporaryDirectory() as folder:
@@ -50,19 +51,28 @@ def as_bridge_circuits_has_it(method, graph, model, texts, ablation="resample"):
     def metric(logits):  # theirs is the mean over prompts, of a sum over batches' gradients
         return logits[torch.arange(3), -1, labels].mean()
 
-    given = {"ablation": ablation, "reference": pair[0] if ablation == "mean" else None}
-    if method == "exact":
-        ours = edge_effects(model, *pair, metric, verbose=False, **given)
-    elif method == "information-flow-routes":
-        ours = information_flow(model, pair[0])
-    else:
-        ours = edge_attribution(model, *pair, metric, METHODS[method], steps=3, **given)
+    def scored():
+        graph = OurGraph.of(model, grouped=False)
+        given = {"ablation": ablation, "reference": pair[0] if ablation == "mean" else None, "graph": graph}
+        if method == "exact":
+            return edge_effects(model, *pair, metric, verbose=False, **given).values
+        if method == "information-flow-routes":
+            return information_flow(model, pair[0], graph).values
+        return edge_attribution(model, *pair, metric, METHODS[method], steps=3, **given).values
+
+    found = [scored()]
+    if model.grouped is not None:  # what was repeated
+        model.set_ungroup_grouped_query_attention(False)
+        assert OurGraph.of(model) != OurGraph.of(model, grouped=False)
+        found.append(scored())
+        model.set_ungroup_grouped_query_attention(True)
     scale = 1 if method in ("exact", "information-flow-routes") else len(labels)  # they divide by the prompts again
-    difference = (ours.values - theirs.scores * scale).abs()
-    if (ablation, model.cfg.positional_embedding_type) == ("zero", "standard"):
-        difference = difference[:, 1:]  # its embeddings are without positions, which stay there
-    difference = difference.max()
-    assert difference < 1e-6 * max(1, float(ours.values.abs().max())), (method, difference)
+    for ours in found:
+        difference = (ours - theirs.scores * scale).abs()
+        if (ablation, model.cfg.positional_embedding_type) == ("zero", "standard"):
+            difference = difference[:, 1:]  # its embeddings are without positions, which stay there
+        difference = difference.max()
+        assert difference < 1e-6 * max(1, float(ours.abs().max())), (method, difference)
 
 
 #: Its methods for nodes and neurons, and what `bridge.circuits` calls them. Its exact one ends in an error.
