@@ -19,9 +19,13 @@ import torch
 import torch.distributed as dist
 from transformers.utils import logging
 
+from adapters.imports import VersionError
 from tests.sharded import cases, models
 
-WRONG = (pytest.fail.Exception, AssertionError, LookupError, TypeError, ValueError, RuntimeError, AttributeError)
+WRONG = (
+    pytest.fail.Exception, AssertionError, LookupError, TypeError, ValueError, RuntimeError, AttributeError,
+    VersionError,
+)  # fmt: skip
 
 
 def begin(on: str) -> None:
