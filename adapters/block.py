@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from adapters.attention import Attention
@@ -36,11 +37,19 @@ class Mix:
         returns: what the elements of its output are, in order: ``read``, what the part reads, through its norm,
             ``[batch, pos, d_model]``; ``write``, the weights of the result, ``[batch, pos, n_streams]``; ``keep``,
             those of the streams, ``[batch, pos, n_streams, n_streams]``: without it, they go on as they are; "",
-            another.
+            another. Without ``read`` the block itself mixes them, once (AltUp, Baykal et al. 2023), and the module is a
+            layer that makes weights: at the first step ``keep``, of what each stream becomes, and this step and those
+            behind it work on the first; at the last ``write``, of how much of what they have made of that each gets.
+            The result of the last is added to all streams but the first.
     """
 
     path: str
     returns: tuple[MixElement, ...]
+
+    @property
+    def by_block(self) -> bool:
+        """The block itself mixes the streams, once."""
+        return "read" not in self.returns
 
     @property
     def read(self) -> int:
@@ -65,9 +74,27 @@ class Mix:
             result: what it puts out, ``[batch, pos, d_model]``.
             write, keep: the weights.
         """
-        if keep is not None:
-            streams = keep.to(streams.dtype).transpose(-1, -2) @ streams
+        streams = streams if keep is None else self.kept(streams, keep)
         return streams + write.to(streams.dtype).unsqueeze(-1) * result.unsqueeze(-2)
+
+    @staticmethod
+    def kept(streams: Tensor, keep: Tensor) -> Tensor:
+        """The streams as sums of all."""
+        return keep.to(streams.dtype).transpose(-1, -2) @ streams
+
+    @staticmethod
+    def corrected(streams: Tensor, made: Tensor, result: Tensor, write: Tensor) -> Tensor:
+        """The streams behind a block that mixes them itself.
+
+        Args:
+            streams: those that its first step has made, ``[batch, pos, n_streams, d_model]``.
+            made: what its steps have made of the first, ``[batch, pos, d_model]``.
+            result: what its last part puts out.
+            write: the weights.
+        """
+        changed = made.unsqueeze(-2) - streams[..., :1, :]
+        first, others = (streams + write.to(streams.dtype).unsqueeze(-1) * changed).tensor_split([1], dim=-2)
+        return torch.cat([first, others + result.unsqueeze(-2)], dim=-2)
 
 
 @dataclass(frozen=True)
@@ -333,6 +360,9 @@ class Block:
     def _names(self, group: Sequence[Step], before: Sequence[NamedStep]) -> list[tuple[str, str]]:
         """The names of the parts and norms of steps, which those before them do not have."""
         taken = {name for named in before for name in (named.name, named.norm)}
+        known = sum(isinstance(step.part, MLP | MoE) for step in self.steps)
+        # What is only like an MLP (Laurel) is named behind all that are one.
+        kept = {"mlp", "ln2", *(f"mlp_{n}" for n in range(2, known + 1))} if known else set()
         crossed = any(named.name.startswith("cross_attn") for named in before)
         found = []
         for step in group:
@@ -342,8 +372,9 @@ class Block:
                 name, norm = step.part.plays, "ln1"
             else:
                 name, norm = "mlp", "ln3" if crossed else "ln2"
-            name = _free(name, taken)
-            norm = norm if norm not in taken else _free(f"{norm}_{name}", taken)
+            others = taken | kept if isinstance(step.part, Mixer) and step.part.plays == "mlp" else taken
+            name = _free(name, others)
+            norm = norm if norm not in others else _free(f"{norm}_{name}", others)
             taken |= {name, norm}
             found.append((name, norm))
         return found

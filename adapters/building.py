@@ -63,6 +63,7 @@ from adapters.views import (
     PositionsFirst,
     Scaled,
     SeveralStreams,
+    StreamWeights,
     View,
     WithBatchAxis,
     WriteThrough,
@@ -191,9 +192,9 @@ def add_own_embeddings(points: PointList, stack: Stack, base: str) -> None:
         norm_points(points, f"{stack.name}_embed.ln", made.norm.kind, Site(join(base, made.norm.path), "output"))
 
 
-def add_collapse(points: PointList, base: str, path: str) -> None:
+def add_collapse(points: PointList, made: Site) -> None:
     """What is made of several streams behind the last block."""
-    points.add("hook_resid_final", Site(join(base, path), "output"), aliases=("ln_final.hook_in",))
+    points.add("hook_resid_final", made, aliases=("ln_final.hook_in",))
 
 
 def add_final_norm(
@@ -305,7 +306,9 @@ def _stack_points(
     for index in range(n):
         points.points.extend(BlockBuilder(stack, cfg, base, index, n, model).build())
     if isinstance(stack.collapse, str):
-        add_collapse(replace(points, depth=n), base, stack.collapse)
+        add_collapse(replace(points, depth=n), Site(join(base, stack.collapse), "output"))
+    elif stack.n_streams is not None and stack.final_norm and stack.final_norm.path:
+        add_collapse(replace(points, depth=n), Site(join(base, stack.final_norm.path), "input"))
     return _named_by_readers(points.points, stack, n)
 
 
@@ -434,7 +437,9 @@ class BlockBuilder:
         if step.pre is None:
             reads_alone = feeds_forward(part) or (isinstance(part, Mixer) and part.mixes)
             if reads_alone and not named.before.endswith("hook_out"):
-                self._add_own_input(named, flat, self._entry(step), Branch())
+                mixed = step.mix is not None and step.mix.by_block  # it reads what the block makes of the streams
+                own = Site(join(self.path, step.readers[0]), "input") if mixed else self._entry(step)
+                self._add_own_input(named, flat, own, Branch())
             return
         assert entry
         if named.shared and not named.through_one:
@@ -450,9 +455,16 @@ class BlockBuilder:
     def _add_mix(self, named: NamedStep, mix: Mix) -> None:
         """The streams as they enter what mixes them, and the weights that it makes."""
         at, name = join(self.path, mix.path), named.name
+        axes = f"batch {self.stack.pos} n_streams"
+        if mix.by_block:
+            n, (what,) = self.stack.n_streams or 1, mix.returns
+            if named.before.startswith("hook_resid_mid"):
+                self.points.add(named.before, self._entry(named.step), WriteThrough())
+            every = f"{axes} to_n_streams" if what == "keep" else axes
+            self.points.add(f"hook_{name}_{what}", Site(at, "output"), StreamWeights(n), every, group="extra")
+            return
         if named.before.startswith("hook_resid_mid"):
             self._add_stream(named.before, Site(at, "input"), WriteThrough())
-        axes = f"batch {self.stack.pos} n_streams"
         self.points.add(f"hook_{name}_write", Site(at, "output", mix.write), axes=axes, group="extra")
         if mix.keep is not None:
             self.points.add(

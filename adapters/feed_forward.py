@@ -282,7 +282,9 @@ class MLP:
         flat: the norm before it, `up` and `down` work on ``(batch pos)`` rows.
         given: the argument of the block that its activated neurons are multiplied with (the inputs per layer of
             Gemma 4), where its layers stand in the block itself: `hook_pre_linear` shows it.
-        activation: the module that is its activation function, relative to `path`, where that has no name.
+        activation: the module that is its activation function, relative to `path`, where that has no name; or a method
+            of its own that its neurons go through before the one that has a name (``_gaussian_topk``, Gemma 3n); or
+            what they are multiplied with before it (Falcon-H1).
     """
 
     path: str
@@ -291,7 +293,7 @@ class MLP:
     gate: Projection | None = None
     ln: Norm | None = None
     flat: bool = False
-    activation: str | None = None
+    activation: str | float | None = None
     given: str | None = None
 
     def neurons(
@@ -303,8 +305,10 @@ class MLP:
             pre, linear, act_fn, config: as for `activated`; `act_fn` is that of a model whose MLPs name no module.
             module: the MLP's.
         """
-        if self.activation is None:
-            return activated(act_fn, pre, linear, config)
+        if not isinstance(self.activation, str):
+            return activated(act_fn, pre if self.activation is None else pre * self.activation, linear, config)
+        if (before := getattr(type(module), self.activation, None)) is not None:
+            return activated(act_fn, before(module, pre), linear, config)
         made: Tensor = module.get_submodule(self.activation).forward(pre)
         return made if linear is None else made * linear
 

@@ -174,7 +174,7 @@ class Identity:
         config: its configuration, without what says how it is loaded.
         loaded: of its modules, of what is theirs and in which type, of their attributes that code reads, its attention,
             and what it is tried with.
-        versions: of this library, transformers, torch and Python.
+        versions: of this library (with its code), transformers, torch and Python.
     """
 
     model: str
@@ -207,7 +207,7 @@ def identity_of(model: nn.Module, version: str, inputs: Given | None = None) -> 
 
     Args:
         model: a Hugging Face model, or one that wraps it.
-        version: of this library.
+        version: of this library, and which code that is: what another commit kept is not read.
         inputs: what it is tried with, by the names of its own arguments; None: what is made up.
     """
     core = model.get_submodule(core_path(model))

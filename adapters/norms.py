@@ -217,8 +217,11 @@ class _NormView(Derived):
         return not self.shared
 
     def norm(self, call: Call) -> tuple[nn.Module, Tensor]:
-        """The norm module and the tensor that entered it."""
-        return call.sources[0] if self.shared else (call.module, call.input)
+        """The norm module and the tensor that entered it: of one that parts share, what this part has of it."""
+        if not self.shared:
+            return call.module, call.input
+        module, entered = call.sources[0]
+        return module, call.scratch.get("entered", entered)
 
     def scale(self, call: Call) -> Tensor:
         """The scale of this call: an edited one where `hook_scale` was edited."""
@@ -286,6 +289,7 @@ class SharedNormInput(Derived):
         return entered.view_as(entered) if entered.requires_grad else entered
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        call.scratch["entered"] = new
         return call.sources[0][0].forward(new)
 
 

@@ -70,6 +70,31 @@ MODELS: dict[str, tuple[str, Callable[[], PreTrainedConfig], torch.dtype]] = {
         ),
         torch.float32,
     ),
+    "Llama of 1.5 billion": (
+        "LlamaForCausalLM",
+        lambda: LlamaConfig(
+            hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
+            intermediate_size=8192, vocab_size=128256,
+        ),
+        torch.bfloat16,
+    ),
+    "vocabulary of 262,144": (
+        "LlamaForCausalLM",
+        lambda: LlamaConfig(
+            hidden_size=1024, num_hidden_layers=12, num_attention_heads=16, num_key_value_heads=4,
+            intermediate_size=2816, vocab_size=262144,
+        ),
+        torch.float32,
+    ),
+    "hybrid of 537 million": (
+        "BambaForCausalLM",
+        lambda: BambaConfig(
+            hidden_size=1024, num_hidden_layers=30, attn_layer_indices=[9, 18, 27], num_attention_heads=16,
+            num_key_value_heads=8, intermediate_size=3072, mamba_n_heads=32, mamba_d_head=64, mamba_expand=2,
+            mamba_d_state=64, mamba_chunk_size=16, vocab_size=32000,
+        ),
+        torch.float32,
+    ),
     "images (ViT-B)": ("ViTForImageClassification", ViTConfig, torch.float32),
     "sound (Wav2Vec2)": ("Wav2Vec2Model", Wav2Vec2Config, torch.float32),
     "sound (HuBERT)": ("HubertModel", HubertConfig, torch.float32),

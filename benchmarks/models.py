@@ -261,7 +261,7 @@ def _tried(model_type: str, name: str, build: Callable[[], PreTrainedModel]) -> 
     offered = bridge.offered()
     proved, reason = _proved(bridge)
     left_out = sorted(why for why in set(offered.not_offered.values()) if not why.startswith(NOT_PROVED))
-    reasons = [*left_out[:2], *([reason] if reason else [])]
+    reasons = [*left_out[:2], *([reason] if reason else [])] or _not_taken_apart(bridge)
     return Row(
         model_type,
         name,
@@ -272,6 +272,13 @@ def _tried(model_type: str, name: str, build: Callable[[], PreTrainedModel]) -> 
         _processed(bridge),
         "; ".join(shortened(each) for each in reasons),
     )
+
+
+def _not_taken_apart(bridge: TransformerBridge) -> list[str]:
+    """What is shown by what enters and leaves it, where nothing else says so."""
+    steps = [step for stack in bridge.architecture.stacks for block in stack.every_block for step in block.steps]
+    parts = [step.part.path for step in steps if isinstance(step.part, Mixer) and not step.part.mixes]
+    return [f"{path} is no MLP" for path in dict.fromkeys(parts)]
 
 
 def first_line(error: BaseException) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from contextlib import suppress
-from importlib import metadata
+from functools import cache
+from importlib import metadata, util
+from pathlib import Path
 
 __version__ = "0.1.0"
 #: As docs/versions.md shows them: those that `adapters.imports` and pyproject.toml name.
@@ -27,6 +30,18 @@ def check_versions() -> None:
         raise ImportError(
             f"transformer-bridge works with {works} or later, and {there} are installed: pip install {asked}"
         )
+
+
+@cache
+def built() -> str:
+    """The version, and a digest of the code that infers, proves and runs: another commit has another."""
+    found = hashlib.sha256()
+    for name in ("adapters", "bridge"):
+        spec = util.find_spec(name)
+        folder = Path(str(spec and spec.origin)).parent
+        for file in sorted(folder.rglob("*.py")):
+            found.update(f"{name}/{file.relative_to(folder).as_posix()}\0".encode() + file.read_bytes() + b"\0")
+    return f"{__version__}+{found.hexdigest()[:16]}"
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -563,7 +563,7 @@ class _Inference:
 def _step(declared: Part, part: FoundPart, total: Sum, term: Addend, norms: Norms, block: ModuleCall) -> Step:
     """The residual step of a part, which its block computes one after the other."""
     (out, seen), post, at = part.out, _inside(part.post, block), partial(relative, base=block.path)
-    entry = None
+    entry = None if part.entry is None else at(part.entry.path)
     if isinstance(declared, Mixer):
         outside = at(part.reader.path) if part.reader and not part.owner else None
         entry = "" if "entry" in part.missing else outside

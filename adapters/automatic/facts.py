@@ -22,7 +22,7 @@ from adapters.imports import rotation_of
 from adapters.mixers import Mixer
 from adapters.observe.gradients import by_position, gradient_of
 from adapters.observe.observe import ModuleCall, NotFound, Recording
-from adapters.observe.recognised import FITTED, ROUNDED_TABLE, tolerance, worked_out
+from adapters.observe.recognised import FITTED, ROUNDED_TABLE, agree, tolerance, worked_out
 from adapters.points import token_embedding
 from adapters.views import AlibiScores, Composed, FilledScores, HeadsOfBatch, MaskedScores, SinkScores, View
 
@@ -324,6 +324,12 @@ def sinks(attention: FoundAttention) -> str | None:
         close = worked_out(scores)
         if bool((taken.abs() <= close).all()) or bool((highest.abs() <= close).all()):
             return name
+    column = scores[..., -1].transpose(1, 2)
+    for call in filter(attention.owner.holds, attention.recording.calls):
+        made = call.left[0].value if call.left else None
+        if made is not None and made.shape == column.shape and agree(made, column):
+            said = f"its scores have a column that belongs to no key, a sink that {call.path} makes for each query"
+            raise NotFound(f"{said}: only sinks that a parameter holds, one for each head, are known")
     raise NotFound("its scores have a column that belongs to no key, and no parameter of its own that makes it")
 
 

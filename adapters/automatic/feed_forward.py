@@ -138,15 +138,15 @@ class FoundMLP:
             columns = list(index)
             if not self._is_elementwise(made, row, columns, gradient[row]):
                 continue
-            derivative = gradient[row][columns] / weights
-            value = made.detach()[row][columns]
+            derivative = gradient[row][_at(index)] / weights
+            value = made.detach()[row][_at(index)]
             at = self.post.value[row]
             is_linear = agree(derivative * value, at)
             (self.linear if is_linear else self.activated).append((call, index))
 
     def _is_elementwise(self, made: Tensor, row: tuple[int, ...], columns: list[int], gradient: Tensor) -> bool:
         """Whether some neurons, alone, each reach back to their own column, and to no other of this part."""
-        live = [n for n in range(self.d_mlp) if float(gradient[columns[n]]) != 0]
+        live = gradient[_at(columns)].nonzero().flatten().tolist()
         if len(live) < 2:
             return False
         others = set(columns)
@@ -179,8 +179,10 @@ class FoundMLP:
         else:
             gate, up = self._by_trying(activated)
         self.act_fn = self._activation(gate, up)
+        factor = None if self.act_fn else self._factor(gate, up)
+        self.act_fn = self.act_fn if factor is None else self._activation(gate, up, factor)
         given = None if self.act_fn or gate or self.part.owner else self._times_an_argument(up)
-        activation = None if self.act_fn else self._activation_module(gate, up)
+        activation: str | float | None = factor if self.act_fn else self._activation_module(gate, up)
         if self.said and self.act_fn and act_fn_name(self.act_fn) != self.said:
             self.act_fn, other = None, self.act_fn
             activation = self._activation_module(gate, up)
@@ -203,7 +205,7 @@ class FoundMLP:
     def _by_zeros(self, two: list[Found]) -> tuple[Found, Found]:
         """Of two, the one whose negative values put the neuron out is the gate."""
         for gate, up in ((two[0], two[1]), (two[1], two[0])):
-            value = gate[0].left[0].value[..., list(gate[1])]
+            value = gate[0].left[0].value[..., _at(gate[1])]
             if bool(((self.post.value == 0) == (value <= 0)).all()):
                 return gate, up
         raise NotFound("which of its two projections is the gate cannot be told")
@@ -219,8 +221,8 @@ class FoundMLP:
         """The module that computes the activation function."""
         owner = self.part.owner
         call, index = gate or up
-        before, post = call.left[0].value[..., list(index)], self.post.value
-        other = up[0].left[0].value[..., list(up[1])] if gate else 1.0
+        before, post = call.left[0].value[..., _at(index)], self.post.value
+        other = up[0].left[0].value[..., _at(up[1])] if gate else 1.0
         for each in self.part.inside if owner else ():
             made = each.left[0].value if each.left and each.entered and each.is_leaf else None
             if made is None or each.entered is None or not torch.equal(each.entered.value, before):
@@ -231,7 +233,7 @@ class FoundMLP:
 
     def _times_an_argument(self, up: Found) -> str | None:
         """The argument of the block that the activated neurons are multiplied with."""
-        before, post = up[0].left[0].value[..., list(up[1])], self.post.value
+        before, post = up[0].left[0].value[..., _at(up[1])], self.post.value
         for name, other in self.given.items():
             if other.shape != post.shape:
                 continue
@@ -242,17 +244,34 @@ class FoundMLP:
                     return name
         return None
 
-    def _activation(self, gate: Found | None, up: Found) -> str | None:
+    def _factor(self, gate: Found | None, up: Found) -> float | None:
+        """What enters the module of the activation function is multiplied with before (Falcon-H1)."""
+        call, index = gate or up
+        before = call.left[0].value[..., _at(index)].double()
+        for each in self.part.inside:
+            entered = each.entered.value if each.entered and each.is_leaf and not each.is_linear else None
+            if entered is not None and entered.shape == before.shape:
+                factor = float((entered * before).sum() / before.square().sum())
+                if agree(factor * before, entered.double(), each=True):
+                    return rounded(factor)
+        return None
+
+    def _activation(self, gate: Found | None, up: Found, factor: float = 1.0) -> str | None:
         """The name of the activation function."""
         call, index = gate or up
-        before = call.left[0].value[..., list(index)]
-        other = up[0].left[0].value[..., list(up[1])] if gate else None
+        before = call.left[0].value[..., _at(index)] * factor
+        other = up[0].left[0].value[..., _at(up[1])] if gate else None
         post = self.post.value
         for name in self.names:
             made = activated(name, before, other, self.config)
             if made is not None and agree(made, post, each=True):
                 return name
         return None
+
+
+def _at(index: Sequence[int]) -> Tensor:
+    """Columns, as an index: torch looks at a list number by number."""
+    return torch.tensor(index)
 
 
 def _ways(width: int, d_mlp: int) -> list[tuple[int, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,7 +16,7 @@ from adapters.mixers import axes_of
 from adapters.norms import OPAQUE_NORM, Norm, NormKind
 from adapters.observe.gradients import gradient_of
 from adapters.observe.observe import BorderTensor, ModuleCall, NotFound, Recording, Softmax, elements_of, tightest
-from adapters.observe.recognised import tolerance
+from adapters.observe.recognised import agree, tolerance
 from adapters.views import Args, Kwargs
 
 #: The calls of a block that are norms, with what they compute.
@@ -37,6 +38,7 @@ class FoundPart:
         reads: the stream that it reads.
         start: the time from which it runs.
         reader: the first module that is given what it reads.
+        entry: the norm that reads the stream for it, where something stands between that and its owner.
         missing: what could not be found out, by what it is about.
     """
 
@@ -52,6 +54,7 @@ class FoundPart:
     missing: dict[str, str] = field(default_factory=dict)
     inside: list[ModuleCall] = field(default_factory=list)
     reader: ModuleCall | None = None
+    entry: ModuleCall | None = None
 
 
 class Parts:
@@ -124,7 +127,13 @@ class Parts:
         return [
             call for call in self.inside if start <= call.start and call.end <= producer.end and call.is_linear
             and call is not producer and not any(norm.holds(call) for norm in self.norms)
+            and not self._is_constant(call)
         ]  # fmt: skip
+
+    def _is_constant(self, call: ModuleCall) -> bool:
+        """Whether a layer is given one row for all positions, which is not of the stream."""
+        rows = (self.block.entered.value if self.block.entered else self.recording.calls[0].left[0].value).shape[:-1]
+        return call.entered is not None and math.prod(call.entered.value.shape[:-1]) == 1 < math.prod(rows)
 
     def _makers(self, start: int, producer: ModuleCall) -> list[ModuleCall]:
         """Those that ran with another part and have a part in what the producer is given (PaLM's one projection)."""
@@ -179,7 +188,23 @@ class Parts:
                 part.pre = Norm(call.path, OPAQUE_NORM)
                 part.missing["pre"] = f"{call.path} is a {type(call.module).__name__}, which is no norm that is known"
                 return
+        scaled = next((norm for norm in self.norms if self._is_scaled(norm, stream, part)), None)
+        if scaled is not None:
+            part.entry = scaled
+            part.missing["pre"] = (
+                f"what {scaled.path} makes is multiplied by what is not of the stream before it is read"
+            )
+            return
         part.missing["entry"] = "what it reads of the stream is not what enters any of its modules"
+
+    @staticmethod
+    def _is_scaled(norm: ModuleCall, stream: Value, part: FoundPart) -> bool:
+        """Whether a norm of the stream enters a part times one row for all positions (Voxtral Realtime's delay)."""
+        entered = part.owner.entered if part.owner else None
+        if entered is None or not norm.reads(stream.mark) or entered.value.shape != norm.left[0].value.shape:
+            return False
+        x, y = (each.value.double().flatten(0, -2) for each in (norm.left[0], entered))
+        return agree((x * y).sum(0) / (x * x).sum(0).clamp_min(1e-30) * x, y, each=True)
 
 
 def mixes_positions(

@@ -277,8 +277,13 @@ class Sums:
         return self._with_parameter(difference, candidates)
 
     def _scaled(self, value: Value, transform: Chain) -> Addend:
-        """A term, or what it is made of by a parameter that each column is multiplied with (LayerScale)."""
+        """A term, or what it is made of by a parameter of each column (LayerScale), or by a constant."""
         call, y = value.made[0][0], value.x.view(-1, self.width)
+        for before in self._candidates(call.start, call.end - 1, [self.x, self.y]) if not call.is_leaf else ():
+            factor = float(before.x @ value.x) / float(before.x @ before.x)
+            # A module that multiplies what its last layer makes (Falcon-H1's MLP).
+            if before.made[0][0].is_linear and agree(factor * before.x, value.x, each=True):
+                return Addend(before, (*times(rounded(factor)), *transform))
         if not call.is_leaf or any(p.ndim > 1 for p in call.module.parameters()):
             return Addend(value, transform)
         for before in self._candidates(self.block.start, call.start, [self.x, self.y]):

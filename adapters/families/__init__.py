@@ -27,6 +27,7 @@ CLASSES: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
             "gemma": ("GemmaPreTrainedModel",),
             "gemma2": ("Gemma2PreTrainedModel",),
             "gemma3": ("Gemma3PreTrainedModel",),
+            "gemma3n": ("Gemma3nPreTrainedModel",),
             "vaultgemma": ("VaultGemmaPreTrainedModel",),
         },
         "gpt2": {

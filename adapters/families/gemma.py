@@ -1,4 +1,4 @@
-"""Gemma, Gemma 2 and Gemma 3, with images and without."""
+"""Gemma, Gemma 2, Gemma 3 and Gemma 3n, with images and without."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
-from adapters.architecture import Architecture, language_part
-from adapters.families.shapes.llama import ATTENTION, POST, llama_like, normed
-from adapters.norms import GEMMA_NORM
+from adapters.architecture import Architecture, Block, Embedding, Readout, Stack, Step, language_part
+from adapters.attention import Attention, Projection
+from adapters.block import Mix
+from adapters.config import rotary_values
+from adapters.families.shapes.llama import ATTENTION, FEED_FORWARD, POST, llama_like, normed
+from adapters.feed_forward import MLP
+from adapters.mixers import Mixer
+from adapters.norms import GEMMA_NORM, RMS_NORM, Norm
+from adapters.registry import only
+from adapters.views import Affine, SeveralStreams, times
 
 # From Gemma 2 on there is a norm on both sides of attention and MLP.
 PRE = ("input_layernorm", "pre_feedforward_layernorm")
@@ -46,6 +53,85 @@ def gemma3(config: PreTrainedConfig) -> Architecture:
     return llama_like(
         config, attn=attn, norm=GEMMA_NORM, pre=PRE, post=POST, soft_cap=_cap(config), config_values=_scales(config)
     )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Gemma 3n: several streams, of which each block works on the first (AltUp), Laurel, inputs per layer, shared keys.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+_HALF = times(0.5**0.5)
+_PREDICTED = Mix("altup.prediction_coefs", ("keep",))
+#: A part of low rank beside attention, with its own skip: it reads what attention reads.
+_LAUREL = Mixer(
+    "laurel",
+    "mlp",
+    (
+        ("linear_left", "batch pos d_laurel"),
+        ("linear_right", "batch pos d_model"),
+        (Norm("post_laurel_norm", RMS_NORM), "batch pos d_model"),
+    ),
+)
+#: What is added to all streams but the first.
+_PER_LAYER = MLP("", up=Projection("per_layer_input_gate"), down="per_layer_projection", given="per_layer_input")
+
+
+def gemma3n(config: PreTrainedConfig) -> Architecture:
+    if hasattr(config, "vision_config"):  # with images and sound: the same in the model of its text
+        return language_part(gemma3n(config.get_text_config()), "language_model")
+    only(config, altup_active_idx=0)
+    blocks = [_gemma3n_block(config, layer) for layer in range(config.num_hidden_layers)]
+    widths = set(config.intermediate_size)
+    return Architecture(
+        (
+            Stack(
+                "layers",
+                blocks[0],
+                {i: block for i, block in enumerate(blocks) if block != blocks[0]},
+                Norm("norm", RMS_NORM),
+                Embedding("embed_tokens", given="other"),  # whose inputs per layer are of tokens alone
+                stream_view=SeveralStreams(config.altup_num_inputs, first=True),
+            ),
+        ),
+        Readout("lm_head", output_transform=Affine(), soft_cap=_cap(config)),
+        no_layer_runs=f"its blocks carry {config.altup_num_inputs} streams",
+        config_values={
+            **rotary_values(config), "attn_scale": 1.0, "d_mlp": max(widths), "act_fn": config.hidden_activation,
+        },
+    )  # fmt: skip
+
+
+def _gemma3n_block(config: PreTrainedConfig, layer: int) -> Block:
+    """One layer: whose keys its attention reads, how wide its MLP is, and whether few neurons of it are active."""
+    attn = replace(normed(ATTENTION, "q_norm", "k_norm"), v=Projection("v_proj", norm=Norm("v_norm", RMS_NORM)))
+    width = config.intermediate_size[layer]
+    mlp = replace(FEED_FORWARD, activation="_gaussian_topk" if config.activation_sparsity_pattern[layer] > 0 else None)
+    if len(set(config.intermediate_size)) > 1:
+        mlp = replace(mlp, up=replace(mlp.up, width=width), gate=Projection("gate_proj", width=width))
+    pre, behind = Norm("input_layernorm", RMS_NORM), [Norm(path, RMS_NORM) for path in POST]
+    return Block(
+        (
+            Step(_sharing(attn, config, layer), pre, (behind[0], *_HALF), residual_transform=_HALF, mix=_PREDICTED),
+            Step(_LAUREL, pre, _HALF, parallel_to=0),
+            Step(mlp, Norm("pre_feedforward_layernorm", RMS_NORM), (behind[1],)),
+            Step(
+                replace(_PER_LAYER, up=replace(_PER_LAYER.up, width=config.hidden_size_per_layer_input)),
+                result_chain=(Norm("post_per_layer_input_norm", RMS_NORM),),
+                mix=Mix("altup.correction_coefs", ("write",)),
+                out="per_layer_projection",
+                entry="altup.router_norm@1",
+            ),
+        )
+    )
+
+
+def _sharing(attn: Attention, config: PreTrainedConfig, layer: int) -> Attention:
+    """The attention of a layer: the last ones read the keys and values of the last of their kind before them."""
+    own = config.num_hidden_layers - config.num_kv_shared_layers
+    if layer < own:
+        return attn
+    kind = config.layer_types[layer]
+    return replace(attn, keys_from=max(i for i in range(own) if config.layer_types[i] == kind))
 
 
 def vaultgemma(config: PreTrainedConfig) -> Architecture:

@@ -44,8 +44,8 @@ class Lender:
         return x.clone() if x.is_inference() else x
 
 
-#: Of a weight with more elements, so many are in float32 at a time.
-_AT_ONCE = 2**26
+#: Of a linear layer's weight, so many elements are in float32 at a time.
+_AT_ONCE = 2**22
 #: What is read of a parameter without its values.
 _OUTSIDE = ("shape", "ndim", "requires_grad", "grad", "grad_fn", "is_leaf", "layout", "is_sparse", "is_quantized")
 _MEASURES = (Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__)
@@ -66,6 +66,34 @@ class _Brought(torch.autograd.Function):
         return None, None
 
 
+class _InPieces(torch.autograd.Function):
+    """A linear layer whose weight is brought, some rows of it at a time in float32, all in one place.
+
+    A weight in float32 of its own would be new memory in each use, which takes longer than the product.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bring: Callable[[], Tensor], place: Tensor) -> Tensor:
+        ctx.bring, ctx.place = bring, place
+        return torch.cat([functional.linear(x, piece) for _, piece in _pieces(bring(), place)], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = gradients
+        products = [gradient[..., rows] @ piece for rows, piece in _pieces(ctx.bring(), ctx.place)]
+        return sum(products[1:], products[0]), None, None
+
+
+def _pieces(weight: Tensor, place: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Some rows of a weight after the other, each in the same place."""
+    count = max(1, len(place) // weight.shape[-1])
+    for at in range(0, len(weight), count):
+        rows = slice(at, at + count)
+        some = weight[rows]
+        whole = place[: some.numel()] if some.numel() <= len(place) else place.new_empty(some.numel())
+        yield rows, whole.view(some.shape).copy_(some)
+
+
 class Lent(TorchFunctionMode):
     """Functions get parameters as what is brought for them, in float32.
 
@@ -81,12 +109,16 @@ class Lent(TorchFunctionMode):
         #: What those are parts of, for as long as there are any.
         self._wholes: dict[int, weakref.ref[Tensor]] = {}
         self._anchor = torch.zeros((), requires_grad=True)
+        #: Where pieces of weights are in float32, on each device.
+        self._places: dict[torch.device, Tensor] = {}
         #: What was brought and is still in use, by where its numbers lie.
         self._used: dict[int, tuple[weakref.ref[Tensor], Callable[[], Tensor]]] = {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if not kwargs and not any(id(x) in self._brings or type(x) in (tuple, list) for x in args):
+            return func(*args)  # most calls
         kwargs = kwargs or {}
         first = args[0] if args else None
         if id(first) in self._brings and isinstance(first, Tensor):
@@ -106,7 +138,7 @@ class Lent(TorchFunctionMode):
                 rest = {name: value for name, value in kwargs.items() if name not in ("weight", "input")}
                 ids = kwargs.get("input", first)
                 return func(ids, self._brings[id(weight)](), *args[2:], **rest).float()
-            if func is functional.linear and weight.numel() > _AT_ONCE:
+            if func is functional.linear:
                 return self._in_pieces(*args, **kwargs)
         return func(*map(self._brought, args), **{name: self._brought(value) for name, value in kwargs.items()})
 
@@ -140,13 +172,11 @@ class Lent(TorchFunctionMode):
         return new
 
     def _in_pieces(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """A linear layer whose weight is large, some rows of it at a time."""
-        bring, rows = self._brings[id(weight)], max(1, _AT_ONCE // weight.shape[-1])
-        pieces = [
-            functional.linear(input, self._kept_for_use(lambda at=at: bring()[at : at + rows]))  # type: ignore[misc]
-            for at in range(0, weight.shape[0], rows)
-        ]
-        made = torch.cat(pieces, -1)
+        """A linear layer, some rows of its weight at a time."""
+        bring = self._brings[id(weight)]
+        if bring.device not in self._places:
+            self._places[bring.device] = torch.empty(_AT_ONCE, dtype=torch.float32, device=bring.device)
+        made: Tensor = _InPieces.apply(input, bring, self._places[bring.device])
         return made if bias is None else made + self._brought(bias)
 
     def packed(self, x: Tensor) -> object:

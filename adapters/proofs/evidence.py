@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -16,7 +16,8 @@ from adapters.architecture import Architecture, NamedStep, Stack
 from adapters.attention import Attention
 from adapters.config import ModelConfig, config_of
 from adapters.inputs import Given, accepted_by, arguments_of, split, with_required_inputs
-from adapters.observe.observe import WRONG, CallRecorder, Calls, ModuleCall, one_line
+from adapters.observe.observe import WRONG, CallRecorder, Calls, ModuleCall, Watch, one_line
+from adapters.observe.probe_copy import is_moved
 from adapters.points import (
     Point,
     base_path,
@@ -497,6 +498,58 @@ def few_logits(bridge: Bridge, names: Sequence[str]) -> dict[str, Any]:
     return {} if looked_at or "logits_to_keep" not in accepted_by(bridge.core) else {"logits_to_keep": 1}
 
 
+#: Of how many tokens logits are made where two runs are compared, at least; with fewer than four times as many, of all.
+_TOKENS = 1024
+
+
+class FewTokens(Watch):
+    """Makes the logits of some tokens alone: the output layer's product is made with some rows of its matrix.
+
+    Args:
+        layer: the output layer.
+        step: each how-many-th row.
+    """
+
+    looked_at = (torch.nn.functional.linear,)
+
+    def __init__(self, layer: nn.Linear, step: int) -> None:
+        super().__init__()
+        self._layer, self._step = layer, step
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Takes some rows where it is that layer's product."""
+        if len(args) != 3 or args[1] is not self._layer.weight:
+            return func(*args, **kwargs)
+        bias = args[2]
+        return func(args[0], args[1][:: self._step], None if bias is None else bias[:: self._step])
+
+
+def few_tokens(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> AbstractContextManager[object]:
+    """A ``with`` statement in which runs return the logits of some tokens alone, where there are many.
+
+    It is for what compares two runs: of a large vocabulary, nearly all of their time would be spent in the output
+    layer.
+
+    Args:
+        bridge: the bridge.
+        tokens, more: what the model is tried on.
+    """
+    model, readout = bridge.original_model, bridge.architecture.readout
+    path = path_from(model, "." + readout.path)
+    layer = model.get_submodule(path) if readout.path and has_module(model, path) else None
+    plain = model is bridge.core and bridge.layout is None and not readout.bias and not is_moved(model)
+    if not plain or type(layer) is not nn.Linear or layer.out_features < 4 * _TOKENS:
+        return nullcontext()
+    few = FewTokens(layer, layer.out_features // _TOKENS)
+    try:
+        with torch.no_grad(), few:
+            bridge.run_with_hooks(tokens, fwd_hooks=[], **more)
+    except WRONG as error:  # the model looks at the logits of all tokens
+        one_line(error)
+        return nullcontext()
+    return few
+
+
 #: The activations that `randomized_run` replaces by random numbers, by the ends of their names, and their size.
 RANDOMIZED = {
     ".hook_q": 2.0, ".hook_k": 2.0, ".hook_v": 1.0, ".hook_pre": 1.5, ".hook_pre_linear": 1.5, ".hook_gate": 1.5,
@@ -527,7 +580,9 @@ def randomized_run(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> E
     clips = [part.clip or 0.0 for _, part in evidence.attentions()]
     for end in (".hook_q", ".hook_k", ".hook_v"):  # beyond every clamp, in the rows of large values
         sizes[end] = max([sizes[end], *(clip / 4 for clip in clips)])
-    names = [name for name, hook in bridge.hook_dict.items() if hook.point.group != "heavy"]
+    # A state at each position may take more than the model, and no claim is of one.
+    points = {name: hook.point for name, hook in bridge.hook_dict.items()}
+    names = [name for name, each in points.items() if each.group != "heavy" and each.site.key != "state"]
 
     def look(x: Tensor, hook: Hook) -> Tensor | None:
         size = next((size for end, size in sizes.items() if hook.name.endswith(end)), None)

@@ -312,7 +312,7 @@ def _biases(place: LayerStep) -> list[str]:
 
 
 def _of_part(place: LayerStep, part: Part) -> list[str]:
-    if isinstance(part, MLP) and part.activation:
+    if isinstance(part, MLP) and isinstance(part.activation, str):
         return [join(place.module, part.activation)]
     if not isinstance(part, Attention):
         return []
@@ -332,7 +332,9 @@ def _roles(place: LayerStep) -> Iterator[str]:
 def _opaque(place: LayerStep) -> list[str]:
     """Modules whose insides are claimed by other means: experts by their own hook points, a mixer by its ends."""
     part, mix = place.named.step.part, place.named.step.mix
-    mixing = [join(place.path, mix.path)] if mix else []
+    # Of streams that the block itself mixes, the module in it that makes the weights, all of whose layers run twice.
+    path = mix.path.rpartition(".")[0] if mix and mix.by_block else mix.path if mix else ""
+    mixing = [join(place.path, path)] if path else []
     if isinstance(part, Mixer):
         entry = place.named.step.entry
         inside = [join(place.path, each.path) for each in part.attentions if not each.o]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import cached_property, partial
 from typing import Any
@@ -17,7 +18,17 @@ from adapters.linear import bias_of, head_results
 from adapters.mixers import Mixer
 from adapters.observe.observe import WRONG, CallRecorder, one_line
 from adapters.points import call_number, module_at, module_path
-from adapters.proofs.evidence import Bridge, Cache, Check, Hook, LayerStep, NamedHook, few_logits, places_of
+from adapters.proofs.evidence import (
+    Bridge,
+    Cache,
+    Check,
+    Hook,
+    LayerStep,
+    NamedHook,
+    few_logits,
+    few_tokens,
+    places_of,
+)
 from adapters.views import Kwargs, transformed
 from adapters.weights import Weights
 
@@ -61,6 +72,16 @@ class Mechanics:
     def run_plain(self) -> Tensor:
         """Runs the model without hooks, if that has not been done yet."""
         return self.plain
+
+    @contextmanager
+    def of_few_tokens(self) -> Iterator[None]:
+        """The logits are those of some tokens meanwhile, where there are many."""
+        whole = self.plain
+        with few_tokens(self.bridge, self.tokens, self.more):
+            del self.plain
+            self.run_plain()
+            yield
+        self.plain = whole
 
     def quick(self) -> list[Check]:
         """The checks that take a few runs."""
@@ -268,7 +289,8 @@ class Mechanics:
         """Each stream between two steps that is written through: its name, the next, what is added, and the sum."""
         for place in places_of(self.bridge):
             first, prefix = place.named, place.prefix
-            if first.first and first.before.startswith("hook_resid_mid"):
+            mixed_by_its_block = first.step.mix is not None and first.step.mix.by_block
+            if first.first and first.before.startswith("hook_resid_mid") and not mixed_by_its_block:
                 steps = place.stack.block_at(place.layer).named
                 added = [f"{prefix}hook_{named.name}_out" for named in steps if named.after == first.after]
                 if first.step.mix:

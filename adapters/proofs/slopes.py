@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from adapters.inputs import arguments_of, repeated, split
 from adapters.observe.observe import WRONG, one_line
-from adapters.proofs.evidence import Bridge, Findings, Hook, HookFunction
+from adapters.proofs.evidence import Bridge, Findings, Hook, HookFunction, few_tokens
 from adapters.views import Kwargs
 
 SLOPES = "the gradient at a hook point is the slope of an edit there"
@@ -58,6 +58,10 @@ class Slopes:
     def prove(self) -> None:
         """Looks at all of them."""
         self.findings.claim(SLOPES)
+        with few_tokens(self.bridge, *split(self.bridge.core, self.given)):
+            self._prove_rows()
+
+    def _prove_rows(self) -> None:
         points = {name: self.bridge.hook_dict[name].point for name in self.names}
         rows = [
             name for name, each in points.items()
@@ -82,22 +86,27 @@ class Slopes:
         moved = sorted((name for name in moves if moves[name]), key=lambda name: moves[name])
         still = [name for name in moves if not moves[name]]
         most = min(_ROWS, max(_ROWS // 2, len(moved) // 50))
-        groups = [*_shared_out(moved, most), *_shared_out(still, 2)]
-        alone: list[list[str]] = []
-        if not groups:
-            return
         with torch.no_grad():
-            for group, (off, told) in zip(groups, self._off(groups, _SIZES[0]), strict=True):
+            alone = self._apart([*_shared_out(moved, most), *_shared_out(still, 2)])
+            for start in range(0, len(alone), _ROWS_ALONE):
+                self._alone(alone[start : start + _ROWS_ALONE])
+
+    def _apart(self, groups: list[Sequence[str]]) -> list[Sequence[str]]:
+        """Those that are off by themselves: of a group that is, each is tried. (In smaller ones errors may cancel.)"""
+        alone: list[Sequence[str]] = []
+        while groups:
+            some, groups = groups[:_ROWS_ALONE], groups[_ROWS_ALONE:]
+            for group, (off, told) in zip(some, self._off(some, _SIZES[0]), strict=True):
                 if off:
-                    alone += [[name] for name in group]
+                    parts = _shared_out(group, len(group))
+                    groups, alone = (groups + parts, alone) if len(group) > 1 else (groups, alone + parts)
                     continue
                 self.moved |= set(group) if told else set()
                 for name in group:
                     self.findings.holds(SLOPES, name, True)
-            for start in range(0, len(alone), _ROWS_ALONE):
-                self._alone(alone[start : start + _ROWS_ALONE])
+        return alone
 
-    def _alone(self, points: list[list[str]]) -> None:
+    def _alone(self, points: Sequence[Sequence[str]]) -> None:
         tried = [self._off(points, size) for size in _SIZES]
         for (name,), *found in zip(points, *tried, strict=True):
             sized = [off for off, told in found if off or told]  # of some sizes nothing is seen

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from adapters.architecture import Embedding, Head, Stack, mean_at
 from adapters.attention import Attention
+from adapters.block import Mix
 from adapters.building import more_embed_name
 from adapters.feed_forward import MLP, MoE
 from adapters.inputs import others_of, unchanged
@@ -16,7 +17,7 @@ from adapters.norms import Norm
 from adapters.observe.observe import CallRecorder, ModuleCall
 from adapters.points import call_number, core_path, has_module, is_inside, join, module_at, module_path
 from adapters.proofs.evidence import Evidence, Findings, Hook, LayerStep, blocks_of, like
-from adapters.views import constant_of, parameters_of, transformed
+from adapters.views import SeveralStreams, constant_of, parameters_of, transformed
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The first stream: the embeddings, or what is made of images or sound.
@@ -56,7 +57,11 @@ def prove_beginning(evidence: Evidence, findings: Findings) -> None:
     first = f"{architecture.stack.name}.0.hook_resid_pre"
     stream = evidence.get(first)
     if stream is not None and architecture.stack.n_streams is not None:
-        findings.equal(ENDS, f"{first} (all streams alike)", stream, stream[:, :, :1].expand_as(stream))
+        view = architecture.stack.stream_view
+        if isinstance(view, SeveralStreams) and view.first:
+            findings.inconclusive(ENDS, "what its other streams begin with, which is made of the first")
+        else:
+            findings.equal(ENDS, f"{first} (all streams alike)", stream, stream[:, :, :1].expand_as(stream))
         stream = stream[:, :, 0]
     if made.module is None:
         _sum_at_first_block(evidence, findings, first, stream)
@@ -219,6 +224,9 @@ def prove_end(evidence: Evidence, findings: Findings, streams: Sequence[tuple[St
             entered = like(evidence.entered(evidence.base, stack.collapse), stream)
             findings.equal(ENDS, stack.collapse, entered, stream)
             stream = evidence.made(evidence.base, stack.collapse)
+        elif stack.n_streams is not None and stack.final_norm:
+            findings.inconclusive(ENDS, "how the model makes one stream of the last ones")
+            stream = evidence.entered(evidence.base, stack.final_norm.path)
         stream = None if stream is None else mean_at(stack.pooled, stream)
         if stack.final_norm:
             stream = _normed(evidence, findings, stack.final_norm, stream)
@@ -331,6 +339,7 @@ def prove_streams(evidence: Evidence, findings: Findings) -> None:
 def _sum(evidence: Evidence, findings: Findings, place: LayerStep) -> None:
     """Each stream is the one before it and what the steps between them add; the sum is the claim's name."""
     steps = place.stack.block_at(place.layer).named
+    mix, kept = place.named.step.mix, _keeps(place)
     names = [place.named.onto, *(f"hook_{n.name}_out" for n in steps if n.after == place.named.after)]
     left = " + ".join(name.removeprefix("hook_") for name in names)
     on_stream = place.named.step.residual_transform
@@ -339,12 +348,14 @@ def _sum(evidence: Evidence, findings: Findings, place: LayerStep) -> None:
     claim = f"{left} = {place.named.after.removeprefix('hook_')}"
     at = place.prefix + place.named.after
     terms = [evidence.get(place.prefix + name) for name in names]
+    if kept:
+        terms[0] = _first_of_kept(evidence, place)
     there = [term for term in terms if term is not None]
     total = evidence.get(at)
     if len(there) < len(terms) or total is None:
         findings.holds(claim, at, False, "a term of it has no hook point that ran")
         return
-    if place.named.step.mix:
+    if mix and not kept:
         _mixed(evidence, findings, place, there)
         return
     added = transformed(on_stream, there[0].double(), module_at(evidence.bridge.original_model, place.path))
@@ -353,11 +364,38 @@ def _sum(evidence: Evidence, findings: Findings, place: LayerStep) -> None:
     findings.equal(claim, at, total, added.to(total.dtype), max(float(term.abs().max()) for term in there))
 
 
+def _keeps(place: LayerStep) -> bool:
+    """Whether a step is the first of a block that mixes its streams itself, or parallel to that."""
+    first = place.stack.block_at(place.layer).named[0]
+    return first.step.mix is not None and first.step.mix.by_block and place.named.before == first.before
+
+
+def _kept_streams(evidence: Evidence, place: LayerStep) -> Tensor | None:
+    """The streams as a block that mixes them itself works on them."""
+    first = place.stack.block_at(place.layer).named[0]
+    keep, streams = (evidence.get(f"{place.prefix}{x}") for x in (f"hook_{first.name}_keep", "hook_resid_pre"))
+    return None if keep is None or streams is None else Mix.kept(streams.double(), keep)
+
+
+def _first_of_kept(evidence: Evidence, place: LayerStep) -> Tensor | None:
+    streams = _kept_streams(evidence, place)
+    return None if streams is None else streams[:, :, 0].to(evidence.get(f"{place.prefix}hook_resid_pre"))
+
+
 def _mixed(evidence: Evidence, findings: Findings, place: LayerStep, there: list[Tensor]) -> None:
     """The same of several streams."""
     mix, total = place.named.step.mix, evidence.get(place.prefix + place.named.after)
     call = evidence.call(place.path, mix.path) if mix else None
     claim = f"streams + {place.named.name}_out, with weights = {place.named.after.removeprefix('hook_')}"
+    if mix and mix.by_block:
+        streams, write = _kept_streams(evidence, place), evidence.get(f"{place.prefix}hook_{place.named.name}_write")
+        made, result = (x.double() for x in there)
+        if streams is None or write is None or total is None:
+            findings.holds(claim, place.prefix, False, "what mixes the streams did not run, or has no hook point")
+            return
+        after = Mix.corrected(streams, made, result, write)
+        findings.equal(claim, place.prefix + place.named.after, total, after.to(total.dtype))
+        return
     if mix is None or call is None or total is None or not isinstance(call.output, tuple | list) or len(there) != 2:
         findings.holds(claim, place.prefix, False, "what mixes the streams did not run, or returns no weights")
         return
@@ -369,7 +407,9 @@ def _mixed(evidence: Evidence, findings: Findings, place: LayerStep, there: list
 def _reads(evidence: Evidence, findings: Findings, place: LayerStep) -> None:
     step, part = place.named.step, place.named.step.part
     read = evidence.get(place.prefix + place.named.before)
-    if step.mix:
+    if _keeps(place):
+        read = _first_of_kept(evidence, place)
+    elif step.mix and not step.mix.by_block:
         mixing = evidence.call(place.path, step.mix.path)
         entered = like(evidence.entered(place.path, step.mix.path), read)
         findings.equal(READS, f"{place.prefix}{step.mix.path}", entered, read)

@@ -459,16 +459,48 @@ class WithBatchAxis(Derived):
 
 @dataclass(frozen=True, repr=False)
 class SeveralStreams(View):
-    """``batch pos (stream d_model) -> batch pos stream d_model``; streams that have an axis stay as they are."""
+    """``batch pos (stream d_model) -> batch pos stream d_model``; streams that have an axis stay as they are.
+
+    Attributes:
+        n_streams: how many.
+        first: their axis is the first (AltUp). The first stream begins with the embeddings. How the others are made of
+            it, and one of them all behind the blocks, is not declared.
+    """
+
+    n_streams: int
+    first: bool = False
+    identity = False
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        if self.first:
+            return x.movedim(0, 2)
+        return x if x.ndim == 4 else split(x, self.n_streams)
+
+    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        if self.first:
+            return new.movedim(2, 0)
+        return new if x.ndim == 4 else new.flatten(-2)
+
+
+@dataclass(frozen=True, repr=False)
+class StreamWeights(View):
+    """Weights of streams, with the one that the model adds (AltUp): of what each becomes, and of what each gets.
+
+    ``... (to_stream stream) -> ... stream to_stream``, or ``... stream -> ... stream``.
+    """
 
     n_streams: int
     identity = False
 
     def get(self, x: Tensor, call: Call) -> Tensor:
-        return x if x.ndim == 4 else split(x, self.n_streams)
+        if x.shape[-1] == self.n_streams:
+            return x + 1
+        return split(x, self.n_streams).mT + torch.eye(self.n_streams, dtype=x.dtype, device=x.device)
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
-        return new if x.ndim == 4 else new.flatten(-2)
+        if x.shape[-1] == self.n_streams:
+            return new - 1
+        return (new - torch.eye(self.n_streams, dtype=x.dtype, device=x.device)).mT.flatten(-2)
 
 
 @dataclass(frozen=True, repr=False)

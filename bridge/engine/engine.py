@@ -60,7 +60,7 @@ from bridge.hooks.names import NamesFilter
 from bridge.interventions import Interventions
 from bridge.run.inputs import HookSpec
 from bridge.taps.attention_call import AttentionCall, DeferredAttention
-from bridge.version import __version__
+from bridge.version import built
 
 #: The keys of sites inside attention that are computed from queries and keys.
 _COMPUTED = ("scores", "pattern")
@@ -670,7 +670,7 @@ def _place(name: str, asked: Sequence[object]) -> Path | None:
     of = [
         _files(folder),
         (folder / CONFIG_NAME).read_text(),
-        __version__,
+        built(),
         insides.vllm_version(),
         transformers.__version__,
     ]

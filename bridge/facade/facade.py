@@ -50,7 +50,7 @@ from adapters.spread import Layout, layout_of, number_of
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import Names
 from bridge.run.inputs import RunnableBridge
-from bridge.version import __version__
+from bridge.version import __version__, built
 from bridge.weights import NameTree
 from bridge.wiring.compiled import strip
 from bridge.wiring.wiring import Wiring
@@ -257,7 +257,7 @@ class WrappedModel(nn.Module, RunnableBridge):
         asking = partial(_asking, compare_edits, patience)
         if declaration is not None:
             given = declaration if isinstance(declaration, Declaration) else Declaration.load(declaration)
-            self._declared_by(given, identity_of(hf_model, __version__, inputs), inputs, asking)
+            self._declared_by(given, identity_of(hf_model, built(), inputs), inputs, asking)
         elif cache_declaration and is_inferred(hf_model, automatic) and has_weights(hf_model):
             self._as_before_or_inferred(automatic, inputs, asking)
         else:
@@ -278,7 +278,7 @@ class WrappedModel(nn.Module, RunnableBridge):
 
     def _as_before_or_inferred(self, automatic: Automatic, inputs: Given | None, asking: Asking) -> None:
         """Takes what was inferred of such a model before, if that holds of this one; else infers it, and keeps that."""
-        of = identity_of(self.original_model, __version__, inputs)
+        of = identity_of(self.original_model, built(), inputs)
         before = folder.kept(of)
         alike = _alike(before, layout_of(self.original_model))
         if before is not None and alike:
@@ -315,7 +315,7 @@ class WrappedModel(nn.Module, RunnableBridge):
             >>> list(again.hook_dict) == list(bridge.hook_dict)
             True
         """
-        return self._declaration(identity_of(self.original_model, __version__))
+        return self._declaration(identity_of(self.original_model, built()))
 
     def _declaration(self, of: Identity) -> Declaration:
         points = "" if self.layout else points_of(self.hook_dict)

@@ -294,9 +294,9 @@ class AttentionWatch(SeesAttention):
         attention.n_heads = self._n_heads(attention.query)
         return self._attend(attention, lambda: run(attention.query, attention.key))
 
-    def _n_heads(self, query: Tensor) -> int:
+    def _n_heads(self, query: Tensor, *more: str) -> int:
         """How many query heads there are: a point says so, since a kernel may be given them packed."""
-        for channel in ("scores", "pattern", "q"):
+        for channel in ("scores", "pattern", "q", *more):
             for point in self.shown.points(channel):
                 if point.point.n_heads is not None:
                     return point.point.n_heads // self.shown.parts
@@ -318,8 +318,8 @@ class AttentionWatch(SeesAttention):
         return shown
 
     def flat_heads(self, query: Tensor) -> tuple[int, int] | None:
-        """The heads are known, and the batches are the rest."""
-        return (-1, self._n_heads(query)) if self._awaits(_PRODUCT) else None
+        """The heads are known, and the batches are the rest: keys have as many there as queries."""
+        return (-1, self._n_heads(query, "k")) if self._awaits(_PRODUCT) else None
 
     def _with_heads(self, channel: str, x: Tensor) -> Tensor:
         points = self.shown.points(channel)

@@ -56,3 +56,51 @@ def test_a_gradient_is_the_slope_of_an_edit(kind):
         edited = bridge.run_with_hooks(TOKENS, fwd_hooks=[(name, lambda act, hook, edit=edit: act + edit)])
         (slope,) = torch.autograd.grad((edited * weights).sum(), edit)
         torch.testing.assert_close(gradients[0], slope, atol=1e-4, rtol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "norm"),
+    [
+        ("gptj", "blocks.1.hook_mlp_in", "blocks.1.ln2"),
+        ("cohere", "blocks.1.hook_mlp_in", "blocks.1.ln2"),
+        ("falcon_h1", "blocks.1.ln1_attn.hook_in", "blocks.1.ln1_attn"),
+    ],
+)
+def test_what_a_part_alone_reads_of_the_stream_goes_through_a_norm_that_others_share(kind, name, norm):
+    """An edit there, and its gradient, hold whoever else looks at the norm; and the norm shows what was edited."""
+    bridge = TransformerBridge(tiny_model(kind))
+    behind = [f"{norm}.hook_scale", f"{norm}.hook_normalized", f"{norm}.hook_out"]
+
+    def doubled(act, hook):
+        return act * 2 + torch.linspace(-1, 1, act.shape[-1]).square()
+
+    alone = bridge.run_with_hooks(TOKENS, fwd_hooks=[(name, doubled)])
+    assert not torch.allclose(alone, bridge(TOKENS), atol=1e-4)
+    for other in behind:
+        for hooks in ([(name, doubled), (other, copied)], [(other, copied), (name, doubled)]):
+            torch.testing.assert_close(bridge.run_with_hooks(TOKENS, fwd_hooks=hooks), alone, msg=f"{name}, {other}")
+    with bridge.hooks(fwd_hooks=[(name, doubled)]):
+        _, cache = bridge.run_with_cache(TOKENS, names_filter=[name, *behind])
+    entered = cache[name].double()
+    if kind != "falcon_h1":  # a layer norm
+        entered = entered - entered.mean(-1, keepdim=True)
+    scale = entered.pow(2).mean(-1, keepdim=True).sqrt()
+    torch.testing.assert_close(cache[behind[0]].double(), scale, atol=1e-4, rtol=1e-4)
+    module = bridge.core.get_submodule(bridge.hook_dict[name].point.sources[0].path)
+    torch.testing.assert_close(cache[behind[2]], module.forward(cache[name]))
+    if kind == "falcon_h1":
+        torch.testing.assert_close(cache[behind[1]].double(), entered / scale, atol=1e-4, rtol=1e-4)
+
+    def gradient(names):
+        seen = []
+        hooks = [(each, lambda grad, hook: seen.append(grad.clone()) if hook.name == name else None) for each in names]
+        with bridge.hooks(bwd_hooks=hooks):
+            bridge(TOKENS).square().sum().backward()
+        return sum(seen)
+
+    assert gradient([name]).any()
+    torch.testing.assert_close(gradient([name, *behind]), gradient([name]), atol=1e-4, rtol=1e-3)
+
+
+def copied(act, hook):
+    return act.clone()

@@ -71,7 +71,7 @@ def test_a_differential_pattern_is_edited_for_both_halves_of_the_values(
 
 @pytest.mark.parametrize("point", ["hook_pattern", "hook_attn_scores", "hook_rot_q", "hook_rot_k"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("kind", ["diffllama", "jetmoe", "zaya", "inkling_text"])
+@pytest.mark.parametrize("kind", ["diffllama", "jetmoe", "zaya", "inkling_text", "gpt_neox_japanese"])
 def test_gradients_are_slopes_of_edits(kind: str, implementation: str, point: str) -> None:
     _, bridge = wrapped(kind, implementation)
     name = [name for name in bridge.hook_dict if name.endswith(f"attn.{point}")][-1]

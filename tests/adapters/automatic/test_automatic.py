@@ -14,7 +14,7 @@ from adapters.automatic.automatic import infer
 from adapters.observe.observe import mark
 from bridge import TransformerBridge
 from tests.conftest import torch_hooks
-from tests.tiny_models import tiny_model
+from tests.tiny_models import Task, tiny_model
 
 TOKENS = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
 
@@ -90,12 +90,11 @@ def test_an_option_that_a_declaration_is_not_for_is_inferred() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "reason"),
-    [("gemma3n_text", r"the stream of model\.layers has the shape")],
+    ("model_type", "task", "reason"), [("diffusion_gemma", "image_text", r"it has 2 lists of blocks")]
 )
-def test_where_nothing_can_be_inferred_the_reason_is_said(model_type: str, reason: str) -> None:
+def test_where_nothing_can_be_inferred_the_reason_is_said(model_type: str, task: Task, reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=rf"^[^:]*{reason}.*: so what plays which part in "):
-        TransformerBridge(tiny_model(model_type))
+        TransformerBridge(tiny_model(model_type, task))
 
 
 def test_a_model_without_weights_is_refused() -> None:

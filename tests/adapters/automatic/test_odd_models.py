@@ -13,6 +13,7 @@ from adapters import UnsupportedModelError, verify
 from adapters.architecture import Architecture
 from adapters.automatic.automatic import infer, source_of
 from adapters.automatic.ends import readout_between
+from adapters.inputs import sample_inputs, split
 from bridge import TransformerBridge
 from tests.conftest import tiny
 from tests.tiny_models import model_class, tiny_config, tiny_model
@@ -215,3 +216,43 @@ def test_a_mixer_behind_an_attention_is_what_adds_to_the_stream():
     handle.remove()
     assert torch.equal(cache["blocks.1.hook_mixer_out"], made["x"])
     torch.testing.assert_close(cache["blocks.1.hook_resid_post"], cache["blocks.1.hook_resid_pre"] + made["x"])
+
+
+@torch.no_grad()
+def test_a_norm_that_is_multiplied_by_what_is_not_of_the_stream() -> None:
+    """Voxtral Realtime's MLPs read a norm times a function of the delay: the stream and the MLP are offered."""
+    model = tiny_model("voxtral_realtime", "speech")
+    bridge = TransformerBridge(model)
+    reasons = bridge.offered().not_offered
+    assert "is multiplied by what is not of the stream before it is read" in reasons["blocks.0.ln2"]
+    assert not {name for name in reasons if name.startswith("blocks.") and not name.endswith("ln2")}
+    given = sample_inputs(model)
+    layer = model.model.language_model.layers[1]
+
+    def half(x: Tensor, hook: object) -> Tensor:
+        return x * 0.5
+
+    def at_input(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (args[0] * 0.5, *args[1:])
+
+    tokens, more = split(bridge.core, given)
+    plain = bridge.run_with_hooks(tokens, fwd_hooks=[], **more)
+    for name, module in (
+        ("blocks.1.hook_mlp_in", layer.post_attention_layernorm),
+        ("blocks.1.mlp.hook_post", layer.mlp.down_proj),
+    ):
+        handle = module.register_forward_pre_hook(at_input)
+        expected = model(**given).logits
+        handle.remove()
+        found = bridge.run_with_hooks(tokens, fwd_hooks=[(name, half)], **more)
+        torch.testing.assert_close(found, expected)
+        if name.endswith("post"):  # a norm undoes a factor of its input
+            assert not torch.allclose(found, plain, atol=1e-4)
+    # What leaves attention is added to the stream that the MLP's result is added to.
+    edited = bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.hook_resid_mid", half)], **more)
+    assert not torch.allclose(edited, plain, atol=1e-4)
+
+
+def test_a_sink_that_a_layer_makes_for_each_query_is_named() -> None:
+    reasons = TransformerBridge(tiny_model("inkling2_text")).offered().not_offered
+    assert "a sink that model.layers.0.self_attn.sink_proj makes for each query" in reasons["blocks.0.attn"]

@@ -30,6 +30,9 @@ RELEASED: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4, "attn_layer_period": 4, "attn_layer_offset": 2, "expert_layer_period": 2,
         "expert_layer_offset": 1,
     },
+    "falcon_h1": {
+        "mlp_multipliers": [0.88, 0.58], "ssm_in_multiplier": 1.25, "ssm_multipliers": [0.35, 0.25, 0.16, 0.35, 0.5],
+    },
     "granitemoehybrid": {
         "num_hidden_layers": 3, "layer_types": ["linear_attention", "linear_attention", "full_attention"],
     },

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import textwrap
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from copy import deepcopy
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -22,8 +25,9 @@ from adapters.automatic import automatic as inference
 from adapters.kept import CannotBeEncoded, Declaration, DeclarationError, decoded, encoded, identity_of
 from adapters.sealed import unsealed
 from adapters.views import View
-from bridge import TransformerBridge
-from bridge.version import __version__
+from bridge import TransformerBridge, version
+from bridge.facade import facade
+from bridge.version import __version__, built
 from tests.conftest import tiny
 from tests.tiny_models import tiny_model
 
@@ -185,6 +189,34 @@ def test_a_forward_that_was_exchanged_is_another_source() -> None:
     mlp: Any = model.get_submodule("model.layers.0.mlp")
     mlp.forward = lambda x: mlp.down_proj(mlp.up_proj(x))
     assert identity_of(model, __version__).code != before
+
+
+def test_what_another_commit_kept_is_not_read(
+    cache: Path, inferred: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkout between two releases: the version is the same, and a file of the library differs."""
+    root = Path(version.__file__).parent.parent
+    for name in ("adapters", "bridge"):
+        shutil.copytree(root / name, tmp_path / name, ignore=lambda _, names: {x for x in names if x.endswith(".pyc")})
+    as_it_is = built()
+    assert as_it_is.startswith(f"{version.__version__}+")
+    found = {name: find_spec(tmp_path / name, name) for name in ("adapters", "bridge")}
+    monkeypatch.setattr(version.util, "find_spec", found.__getitem__)
+    assert built.__wrapped__() == as_it_is  # wherever it lies
+    TransformerBridge(tiny_model("diffllama"))
+    TransformerBridge(tiny_model("diffllama"))
+    assert len(inferred) == 1
+    for file in ("adapters/proofs/slopes.py", "adapters/automatic/stream.py", "bridge/taps/attention.py"):
+        with (tmp_path / file).open("a") as source:
+            source.write("# changed\n")
+        assert built.__wrapped__() != as_it_is
+    monkeypatch.setattr(facade, "built", built.__wrapped__)
+    TransformerBridge(tiny_model("diffllama"))
+    assert len(inferred) == 2 and len(list(cache.iterdir())) == 2
+
+
+def find_spec(folder: Path, name: str) -> ModuleSpec | None:
+    return spec_from_file_location(name, folder / "__init__.py")
 
 
 def _identities() -> list[Any]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from adapters.observe import probe_copy as module
 from adapters.observe.probe_copy import probe_copy, trivial_parameters, why_no_probe_copy
 from bridge import TransformerBridge
 from tests.adapters.test_verify_all import tiny
+from tests.tiny_models import tiny_model
 
 TOKENS = torch.arange(3, 12)[None]
 
@@ -84,3 +88,22 @@ def test_a_packed_parameter_is_named() -> None:
     assert why_no_probe_copy(model) == ""
     model.weight = Packed(torch.zeros(2, 2))
     assert why_no_probe_copy(model) == "weight is a Packed"
+
+
+def test_weights_that_are_brought_make_the_same_and_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces of a few rows, in one place: outputs, and gradients of what enters, of a copy in single precision."""
+    monkeypatch.setattr(module, "ROOM", 0)
+    monkeypatch.setattr(module, "_AT_ONCE", 200)  # six rows of 32 columns, or of 48 four
+    model = tiny_model("phi").to(torch.bfloat16)  # with biases
+    single = deepcopy(model).float()
+    embedded = single.get_input_embeddings()(TOKENS).detach()
+    found = []
+    with probe_copy(model) as other:
+        assert other.lm_head.weight is model.lm_head.weight
+        for subject in (single, other):
+            given = embedded.clone().requires_grad_()
+            logits = subject(inputs_embeds=given)[0]
+            found.append((logits.detach(), *torch.autograd.grad(logits.square().sum(), given)))
+    assert not trivial_parameters(model)  # of which the copy would have others
+    for expected, seen in zip(*found, strict=True):
+        torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-5)
