@@ -55,7 +55,7 @@ from bridge.run.inputs import HookSpec
 from bridge.run.recorder import free_memory
 from bridge.run.run import check_specs
 from bridge.run.tokenization import TextOptions, as_tokens, batch_of, check_ids
-from bridge.wiring.compiled import mark_as_of_batch
+from bridge.wiring.compiled import has_other_hooks, mark_as_of_batch
 
 # ----------------------------------------------------------------------------------------------------------------------
 # How many requests are generated together: pages of keys and values, tokens of one pass, from model and memory.
@@ -561,7 +561,7 @@ class _Batch:
         #: No function is called in a pass: compilation and the sharing of pages stay as transformers has them.
         self._free = not looked_at and sharing is None and not self._attention.is_exchanged
         self._edited = {who for at_point in edits.values() for who, _ in at_point}  # None among them: all are
-        self._waiting = deque(sorted(requests, key=lambda request: request.prompt) if self._free else requests)
+        self._waiting = deque(requests)
         self._under_way: dict[str, PackedRequest] = {}
         self._lock = threading.Lock()
         self._packed: Packed | None = None
@@ -618,8 +618,9 @@ class _Batch:
         manager: ContinuousBatchingManager = core.init_continuous_batching(  # type: ignore[operator]
             generation_config=config, continuous_batching_config=self.room.config(len(self.requests), self._free)
         )
-        # transformers takes it from elsewhere; with functions, which are called in each pass, nothing is compiled.
-        compiled = config.compile_config if self._free else None
+        # transformers takes it from elsewhere; with functions, ours or torch hooks, nothing is compiled: code that was
+        # compiled before does not know them.
+        compiled = config.compile_config if self._free and not has_other_hooks(core) else None
         manager.continuous_batching_config.varlen_compile_config = compiled
         manager.continuous_batching_config.decode_compile_config = None
         try:
@@ -656,15 +657,21 @@ class _Batch:
         """A pass that nobody looks into: what may be compiled is the model's own, with nothing of ours inside.
 
         Where functions of other threads are attached, or what they change meanwhile ends the compilation, it is made
-        uncompiled: it writes the same keys, values and tokens.
+        uncompiled: it writes the same keys, values and tokens. Where it would not, it is not compiled: of a window, a
+        part of a prompt overwrites what it reads.
         """
         compiled = runner._compiled_varlen
+        packing = runner.inputs_and_outputs
+        assert isinstance(packing, ContinuousBatchingIOs)  # the other kind is of asynchronous batching
+        states = packing.requests_in_batch
+        parts = any(part.query_length not in (1, part.state.position_offset) for part in states)  # behind others
+        again = not parts or runner.cache.use_prefix_sharing  # which no model with windows has
         with _TURN:
             begun = ForwardPass()
             CURRENT.set(RunContext(frozenset((self.scope,)), run=begun))
             _leave_causal(batch)
             try:
-                if compiled is not None and not self.bridge.wiring.listening:
+                if compiled is not None and again and not self.bridge.wiring.listening:
                     try:
                         return compute(model, batch)
                     except (AssertionError, RuntimeError) as error:
@@ -718,6 +725,8 @@ class _Batch:
             members.append((wiring.points[name], Listener("read", TellsApart(self._now, hook, self.fail), self.scope)))
         with _TURN:
             wiring.attach_members(members, self.scope)
+        if self._free and not self.manager.generation_config.do_sample:  # what is drawn depends on who comes first
+            self._waiting = deque(sorted(self._waiting, key=lambda request: request.prompt))
         self.manager.start()
         self.feed()
 

@@ -13,6 +13,7 @@ from bridge import TransformerBridge
 from bridge.generation import batch
 from bridge.generation.batch import Capacity, capacity_for
 from bridge.interventions import Add, Mean, Scale, Zero
+from tests.adapters.unknown_classes.parts import randomised
 from tests.conftest import tiny
 from tests.tiny_models import tiny_model
 
@@ -414,3 +415,65 @@ def test_what_nobody_looks_into_is_compiled_and_shares_its_pages(bridge, monkeyp
     with bridge.hooks(fwd_hooks=[("blocks.0.attn.hook_z", knock)]):
         for index, row in enumerate(rows):
             assert torch.equal(edited[index], bridge.generate(torch.tensor([row]), NEW, **GREEDY)[0, len(row) :])
+
+
+def compiling(family):
+    """A bridge whose passes are compiled where nobody looks into them, and whose every weight counts."""
+    made = TransformerBridge(randomised(tiny_model(family, "causal")))
+    made.core.generation_config.compile_config = CompileConfig(
+        backend="eager", mode=None, fullgraph=False, dynamic=True
+    )
+    rows = [torch.randint(3, 60, (24,), generator=torch.Generator().manual_seed(n)).tolist() for n in range(12)]
+    list(made.generate_batch(rows[:1], 1, output_logits=True, **GREEDY))  # the proof
+    return made, rows
+
+
+@pytest.mark.filterwarnings("ignore:a compiled pass of generate_batch failed")
+@pytest.mark.parametrize("family", ["mistral", "llama"])
+def test_a_compiled_pass_that_breaks_off_is_made_again_from_the_same_past(family, monkeypatch):
+    """A window's new keys are written over old ones: made again, a part of a prompt would read itself as its past."""
+    bridge, rows = compiling(family)
+    wanted = [bridge.generate(torch.tensor([row]), 4, **GREEDY)[0, len(row) :] for row in rows]
+    monkeypatch.setattr("bridge.generation.batch.capacity_for", lambda *_: Capacity(36, 24, 16))  # prompts are split
+    compute, update, breaks, broken = ModelRunner.compute_batch, PagedAttentionCache.update, [False], []
+
+    def begins(self, model, batch):
+        breaks[0] = self._compiled_varlen is not None
+        return compute(self, model, batch)
+
+    @torch.compiler.disable
+    def breaks_off(*args, **more):
+        found = update(*args, **more)
+        if breaks[0] and more["layer_idx"] == 1:  # the first layer's keys are written
+            breaks[0] = False
+            broken.append(1)
+            raise RuntimeError("the compiler gave up")
+        return found
+
+    monkeypatch.setattr(ModelRunner, "compute_batch", begins)
+    monkeypatch.setattr(PagedAttentionCache, "update", breaks_off)
+    answers = list(bridge.generate_batch(rows, 4, **GREEDY))
+    assert broken and len(answers) == len(rows)
+    for answer in answers:
+        assert answer.error is None and torch.equal(answer.tokens, wanted[answer.index])
+
+
+def test_torch_hooks_that_come_after_compilation_are_called():
+    bridge, rows = compiling("llama")
+    plain = {a.index: a.tokens for a in bridge.generate_batch(rows, 4, **GREEDY)}
+    handle = bridge.core.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out * 0)
+    hooked = {a.index: a.tokens for a in bridge.generate_batch(rows, 4, **GREEDY)}
+    wanted = [bridge.generate(torch.tensor([row]), 4, **GREEDY)[0, len(row) :] for row in rows]
+    handle.remove()
+    assert all(torch.equal(hooked[index], tokens) for index, tokens in enumerate(wanted))
+    assert any(not torch.equal(hooked[index], plain[index]) for index in plain)
+
+
+def test_what_is_drawn_is_the_same_whether_or_not_it_is_looked_at(bridge):
+    given, drawn = [], {"do_sample": True, "verbose": False, "stop_at_eos": False}
+    list(bridge.generate_batch(prompts()[:1], 1, **GREEDY))  # the proof
+    for looked_at in (False, True):
+        torch.manual_seed(0)
+        answers = bridge.generate_batch(prompts(), NEW, output_logits=looked_at, **drawn)
+        given.append({a.index: a.tokens.tolist() for a in answers})
+    assert given[0] == given[1]

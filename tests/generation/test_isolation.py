@@ -160,7 +160,7 @@ def test_healthy_requests_beside_hostile_ones(family):
     compare(family, range(4))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gemma2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "mistral", "gemma2", "qwen3"])
 @pytest.mark.parametrize("backend", [None, "eager", "inductor"])
 def test_what_nobody_looks_into_beside_runs_with_hooks(family, backend):
     """Passes without functions, compiled or not, and with shared pages, leave other threads' runs as they are."""
