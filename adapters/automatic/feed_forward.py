@@ -246,7 +246,9 @@ class FoundMLP:
 
     def _factor(self, gate: Found | None, up: Found) -> float | None:
         """What enters the module of the activation function is multiplied with before (Falcon-H1)."""
-        call, index = gate or up
+        (call, index), owner = gate or up, self.part.owner
+        if owner is None or any(p.numel() == 1 for p in owner.module.parameters()):
+            return None  # training may change it
         before = call.left[0].value[..., _at(index)].double()
         for each in self.part.inside:
             entered = each.entered.value if each.entered and each.is_leaf and not each.is_linear else None

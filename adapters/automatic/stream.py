@@ -268,7 +268,7 @@ class Sums:
 
         def terms(weights: dict[int, float]) -> tuple[Addend, ...]:
             made = sorted(weights, key=lambda i: candidates[i].made[0][0].end)
-            return tuple(self._scaled(candidates[i], times(weights[i])) for i in made)
+            return tuple(self._scaled(candidates[i], _number(weights[i], self.block.module)) for i in made)
 
         rough = 1e-6 * square + bound  # a first look, by sums of squares that lose digits
         for weights in _fits(square, dots.tolist(), gram.tolist(), rough):
@@ -283,7 +283,10 @@ class Sums:
             factor = float(before.x @ value.x) / float(before.x @ before.x)
             # A module that multiplies what its last layer makes (Falcon-H1's MLP).
             if before.made[0][0].is_linear and agree(factor * before.x, value.x, each=True):
-                return Addend(before, (*times(rounded(factor)), *transform))
+                number = _number(rounded(factor), self.block.module)
+                learned = any(p.numel() == 1 for p in call.module.parameters())
+                if any(link.weight for link in number) or not learned:
+                    return Addend(before, (*number, *transform))
         if not call.is_leaf or any(p.ndim > 1 for p in call.module.parameters()):
             return Addend(value, transform)
         for before in self._candidates(self.block.start, call.start, [self.x, self.y]):
@@ -377,6 +380,12 @@ def named(fitted: tuple[Tensor, Tensor, Tensor], block: nn.Module) -> tuple[Chai
     return next((((Affine(plus=name), *on_stream), on_added) for name, p in parameters.items() if _alike(a * p, c)), (
         None, None,
     ))  # fmt: skip
+
+
+def _number(factor: float, block: nn.Module) -> Chain:
+    """A factor: a parameter of the block that is one number, which training changes, or a constant."""
+    parameters = {name: p.detach().double().flatten().cpu() for name, p in block.named_parameters() if p.numel() == 1}
+    return times(factor) if factor == 1 else _weight(torch.tensor([factor]).double(), parameters) or times(factor)
 
 
 def _weight(seen: Tensor, parameters: Mapping[str, Tensor]) -> Chain | None:

@@ -318,10 +318,18 @@ class _Gradients:
 
             def of(number: int, positions: list[int]) -> Tensor:
                 if (here := tuple(positions)) not in looked:  # of all runs together, whose metric is the same
-                    looked[here] = self._logits_of(found[:, positions]).split(self.batch)
+                    with (
+                        torch.inference_mode(False),
+                        torch.enable_grad(),
+                    ):  # also where it looks without gradients first
+                        looked[here] = self._logits_of(found[:, positions]).split(self.batch)
                 return looked[here][number]
 
-            parts = [lazy(partial(of, number), self.logits.shape, self.logits) for number in range(len(parts))]
+            few = [lazy(partial(of, number), self.logits.shape, self.logits) for number in range(len(parts))]
+            total = torch.stack([one_number(self.metric, part) for part in few]).sum()
+            if not any(part.passed_by(total) for part in few):
+                return total
+            parts = [part.whole() for part in few]  # what it did is none of torch's functions
         return torch.stack([one_number(self.metric, part) for part in parts]).sum()
 
     def _backward(

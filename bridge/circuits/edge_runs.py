@@ -477,7 +477,7 @@ def refuse_another_model(graph: Graph, bridge: TransformerBridge) -> None:
         ValueError: it is.
     """
     model_graph = Graph.of(bridge)
-    if graph not in (model_graph, Graph.of(bridge, grouped=False)):
+    if graph != model_graph and graph != Graph.of(bridge, grouped=False):
         raise ValueError(f"the graph is {graph}, and this model is {model_graph}")
 
 

@@ -21,6 +21,7 @@ It knows nothing of what bases are made of, and asks for a picture when one is d
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -489,8 +490,8 @@ def attribution_graph(
         check_positive("limit", limit)
     bases, prompt, kept = _asked(bridge, tokens, points, without_positions, together, model_kwargs)
     _check_logits(logits, bridge.cfg.d_vocab)
-    if file is not None:
-        _take_room(file, 0)  # whether there can be such a file
+    if file is not None and not Path(file).parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file))
     with torch.no_grad():
         plain = bridge(prompt)[0, -1].float()
     shares = plain.softmax(-1)

@@ -33,7 +33,7 @@ class LazyLogits(Tensor):
 
     Indexing with positions (``logits[:, -1]``, ``logits[rows, positions, tokens]``) computes the logits there alone.
     Anything else computes all of them first: the values are those of plain logits, whatever is done. Should something
-    read the memory itself, past torch's functions, it finds NaN there.
+    read the memory itself, past torch's functions, it finds NaN there, and its gradient reaches it (`passed_by`).
 
     Example:
         >>> import torch
@@ -48,6 +48,7 @@ class LazyLogits(Tensor):
 
     _at: LogitsAt
     _whole: Tensor | None
+    _memory: Tensor
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -65,6 +66,15 @@ class LazyLogits(Tensor):
         """Whether all logits were computed."""
         return self._whole is not None
 
+    def passed_by(self, number: Tensor) -> bool:
+        """Whether a number was computed from the memory itself, as far as its gradient says.
+
+        Args:
+            number: what was computed, where gradients are wanted.
+        """
+        wanted = number.requires_grad and self._memory.requires_grad
+        return wanted and torch.autograd.grad(number, self._memory, retain_graph=True, allow_unused=True)[0] is not None
+
     def whole(self) -> Tensor:
         """All logits, ``[batch, pos, d_vocab]``, as a plain tensor."""
         if self._whole is None:
@@ -80,9 +90,9 @@ def lazy(at: LogitsAt, shape: Sequence[int], like: Tensor) -> LazyLogits:
         shape: of all of them.
         like: a tensor of the same type and on the same device.
     """
-    nothing = torch.full((), float("nan"), dtype=like.dtype, device=like.device).expand(*shape)
-    made = nothing.as_subclass(LazyLogits)
-    made._at, made._whole = at, None
+    nothing = torch.full((), float("nan"), dtype=like.dtype, device=like.device, requires_grad=torch.is_grad_enabled())
+    made = nothing.expand(*shape).as_subclass(LazyLogits)
+    made._at, made._whole, made._memory = at, None, nothing
     return made
 
 

@@ -297,6 +297,52 @@ def test_what_need_not_run(metric, clean, corrupted, method, family, looks):
         torch.testing.assert_close(again.neurons, nodes.neurons, rtol=0, atol=2e-5 * float(nodes.neurons.abs().max()))
 
 
+class Squares(torch.autograd.Function):
+    """A function with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        ctx.save_for_backward(logits)
+        return logits[:, -1].square().sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (logits,) = ctx.saved_tensors
+        return (
+            torch.zeros_like(logits).index_copy(1, torch.tensor([logits.shape[1] - 1]), 2 * logits[:, -1:]) * gradient
+        )
+
+
+def weighted(logits):
+    """It looks without gradients first, at what it looks at again."""
+    with torch.no_grad():
+        weights = logits[:, -1].softmax(-1)
+    return (weights * logits[:, -1]).sum() + logits[:, -2, 5].sum()
+
+
+def of_the_best(logits):
+    with torch.inference_mode():
+        best = logits.argmax(-1).tolist()
+    return logits.gather(-1, torch.tensor(best).unsqueeze(-1)).sum()
+
+
+def by_row(logits):
+    assert logits.requires_grad
+    return torch.vmap(lambda row: row[-1, 5] - row[-1, 8])(logits).sum() + logits[:, -2, 5].sum()
+
+
+@pytest.mark.parametrize("method", ["inputs", "activations"])
+@pytest.mark.parametrize(
+    "metric", [weighted, of_the_best, by_row, lambda logits: Squares.apply(logits) + logits[:, -2, 5].sum()]
+)
+def test_a_metric_may_do_anything_with_logits(gpt2, clean, corrupted, method, metric):
+    """The scores are those of a metric that is given all logits, as they are where somebody listens."""
+    found = edge_attribution(gpt2, clean, corrupted, metric, method, 3)
+    with gpt2.hooks(fwd_hooks=[("blocks.0.hook_resid_pre", lambda stream, hook: None)]):
+        right = edge_attribution(gpt2, clean, corrupted, metric, method, 3)
+    torch.testing.assert_close(found.values, right.values, rtol=0, atol=2e-5 * float(right.values.abs().max()))
+
+
 def test_layers_before_a_part_do_not_run_again(gpt2, clean, corrupted, metric, monkeypatch):
     """Eight steps of seven parts in three layers: 2 parts begin in each, and 1 at the embeddings."""
     block, rows = type(gpt2.original_model.transformer.h[0]), []

@@ -5,6 +5,7 @@ What is right is told by a model whose projections have the rows of a group once
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -183,12 +184,22 @@ def test_layers_with_groups_of_several_sizes() -> None:
         assert torch.equal(keys._joined(shared, z.flatten(0, 1), None), own.repeat(6, 1, 1, 1))
 
 
-def test_heads_that_share_more_than_a_key() -> None:
-    """One norm over the keys of all heads: no head has a key of its own."""
-    bridge = TransformerBridge(tiny_model("olmo2"))
-    with pytest.raises(ValueError, match="go through one norm or module together"):
-        Graph.of(bridge, grouped=False)
-    assert Graph.of(bridge).n_edges
+@pytest.mark.parametrize("family", ["olmo2", "bitnet"])
+def test_heads_that_share_more_than_a_key(pair, metric, family) -> None:
+    """One norm over the keys of all heads, or what they put together: no head has a key of its own."""
+    bridge = TransformerBridge(tiny_model(family))
+    grouped = Graph.of(bridge)
+    heads = Graph([replace(layer, key_heads=layer.heads) for layer in grouped.layers])
+    for study in (
+        lambda: Graph.of(bridge, grouped=False),
+        lambda: edge_attribution(bridge, *pair, metric, graph=heads),
+    ):
+        with pytest.raises(ValueError, match="go through one norm or module together"):
+            study()
+    tokens = tuple(some % bridge.cfg.d_vocab for some in pair)
+    scores = edge_attribution(bridge, *tokens, metric, graph=grouped)
+    assert torch.equal(scores.values, edge_attribution(bridge, *tokens, metric).values)
+    assert scores.top(grouped.n_edges).evaluate(bridge, *tokens, metric).share == 1
 
 
 def test_a_graph_of_another_model(both, pair, metric) -> None:

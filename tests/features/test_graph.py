@@ -289,11 +289,14 @@ def test_what_features_of_heads_receive_adds_up() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["jamba", "recurrent_gemma", "qwen3_next"])
-def test_a_model_that_is_not_linear_where_patterns_are_held_is_refused(kind: str) -> None:
-    bridge = TransformerBridge(tiny_model(kind))
+def test_a_model_that_is_not_linear_where_patterns_are_held_is_refused(kind: str, tmp_path: Path) -> None:
+    """And the file that stood where the graph was to stand is there."""
+    bridge, file = TransformerBridge(tiny_model(kind)), tmp_path / "rows"
     point = bridge.add_basis("blocks.0.hook_mlp_out", "own", SAE(bridge.cfg.d_model, 16))
+    file.write_bytes(b"an earlier graph")
     with pytest.raises(ValueError, match=r"is not linear between the embedding and blocks\.\d"):
-        attribution_graph(bridge, TOKENS, [point.name])
+        attribution_graph(bridge, TOKENS, [point.name], file=file)
+    assert file.read_bytes() == b"an earlier graph"
 
 
 def test_influence_and_picture(placed: tuple[TransformerBridge, list[str], AttributionGraph]) -> None:

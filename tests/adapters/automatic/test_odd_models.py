@@ -13,6 +13,7 @@ from adapters import UnsupportedModelError, verify
 from adapters.architecture import Architecture
 from adapters.automatic.automatic import infer, source_of
 from adapters.automatic.ends import readout_between
+from adapters.feed_forward import MLP
 from adapters.inputs import sample_inputs, split
 from bridge import TransformerBridge
 from tests.conftest import tiny
@@ -256,3 +257,57 @@ def test_a_norm_that_is_multiplied_by_what_is_not_of_the_stream() -> None:
 def test_a_sink_that_a_layer_makes_for_each_query_is_named() -> None:
     reasons = TransformerBridge(tiny_model("inkling2_text")).offered().not_offered
     assert "a sink that model.layers.0.self_attn.sink_proj makes for each query" in reasons["blocks.0.attn"]
+
+
+class Learned(nn.Module):
+    """An MLP with a factor that is learned: of its result, or of its neurons before their activation function."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 16)
+        self.alpha, self.place = nn.Parameter(torch.tensor(0.73)), place
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = {"exponential": self.alpha.exp(), "block": 1.0}.get(self.place, self.alpha)
+        if self.place == "neurons":
+            return self.down(self.act(self.up(x) * factor))
+        return self.down(self.act(self.up(x))) * factor
+
+
+class WithLearned(nn.Module):
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(16), Learned(place)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mlp(self.norm(x))
+        return x + (self.mlp.alpha * y if self.mlp.place == "block" else y)
+
+
+class Stacked(nn.Module):
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(60, 16), nn.Linear(16, 60, bias=False)
+        self.blocks, self.norm = nn.ModuleList(WithLearned(place) for _ in range(2)), nn.LayerNorm(16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("place", ["result", "exponential", "block", "neurons"])
+@torch.no_grad()
+def test_a_factor_that_is_learned_is_no_constant(place: str) -> None:
+    """What adds up when the model is wrapped adds up when it was trained."""
+    torch.manual_seed(0)
+    model = Stacked(place).eval()
+    bridge = TransformerBridge(model, cache_declaration=False)
+    assert isinstance(bridge.architecture.stack.block.steps[0].part, MLP) == (place != "exponential")
+    assert ("cfg.act_fn" in bridge.offered().not_offered) == (place == "neurons")
+    for block in model.blocks:
+        block.mlp.alpha.fill_(-1.6)
+    _, cache = bridge.run_with_cache(torch.arange(7)[None])
+    total = cache["blocks.1.hook_resid_pre"] + cache["blocks.1.hook_mlp_out"]
+    torch.testing.assert_close(cache["blocks.1.hook_resid_post"], total)

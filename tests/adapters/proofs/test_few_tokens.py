@@ -47,6 +47,25 @@ def test_where_there_are_few_or_the_model_looks_at_all_nothing_is_done() -> None
         assert not isinstance(few_tokens(bridge, TOKENS, {}), FewTokens)
 
 
+def test_a_model_that_knows_tokens_by_their_numbers() -> None:
+    """Image tokens that are never written (Chameleon): among some tokens, others have their numbers."""
+    model = tiny_model("llama", vocab_size=MANY)
+    own = model.forward
+    model.forward = lambda *args, **more: masked(own(*args, **more))
+
+    def masked(output: Any) -> Any:
+        output.logits[..., :1125] = torch.finfo(output.logits.dtype).min
+        return output
+
+    assert not isinstance(few_tokens(TransformerBridge(model), TOKENS, {}), FewTokens)
+
+
+def test_an_accelerator_is_given_no_number_that_is_too_large() -> None:
+    """A token's number behind the last of some is an error on a CPU; a GPU is lost to the process with it."""
+    bridge = TransformerBridge(tiny_model("llama", vocab_size=MANY).to("meta"))
+    assert not isinstance(few_tokens(bridge, TOKENS.to("meta"), {}), FewTokens)
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
