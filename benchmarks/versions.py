@@ -205,8 +205,8 @@ def page(results: dict[str, dict[str, Any]], before: str) -> str:
             cells = [short(found[part]) for part in PARTS]
             rows.append(f"| {found['transformers']} | {found['torch']} | {found['python']} | {' | '.join(cells)} |")
             for part in PARTS:
-                for note in said(found[part]):
-                    notes.setdefault(note, []).append(cell.which)
+                for note in said(found[part], part):
+                    notes.setdefault(note.replace(f" {cell.transformers} ", " "), []).append(cell.which)
     lines = [f"- {note}. ({'; '.join(cells)})" for note, cells in notes.items()]
     return "\n".join([HEAD, *rows, "", "What did not pass, and where:", "", *lines, "", TAIL])
 
@@ -227,13 +227,16 @@ def short(found: dict[str, Any]) -> str:
     return f"{found['passed']} of {total}{failed}"
 
 
-def said(found: dict[str, Any]) -> Iterator[str]:
-    """What is to be said of tests that did not pass."""
+def said(found: dict[str, Any], part: str) -> Iterator[str]:
+    """What is to be said of tests of a part that did not pass."""
     if found["failed"]:
         yield "fails: " + ", ".join(f"`{name.split('::')[-1]}`" for name in found["failed"])
+    reasons: dict[str, list[str]] = {}
     for name, reason in found["told"].items():
-        told = reason.split(": pip")[0].removeprefix("refused by name: ")
-        yield f"`{name.split('::')[-1]}`: {re.sub(', and [^ ]+ is installed', '', told)}"
+        told = re.sub(", and [^ ]+ is installed", "", reason.split(": pip")[0].removeprefix("refused by name: "))
+        reasons.setdefault(told, []).append(f"`{name.split('::')[-1]}`")
+    for told, names in reasons.items():
+        yield f"{', '.join(names) if len(names) < 5 else f'{len(names)} tests of {part}'}: {told}"
 
 
 HEAD = """# Versions

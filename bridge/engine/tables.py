@@ -15,6 +15,7 @@ condition does something where that column says so.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections import Counter
@@ -212,11 +213,17 @@ def _check_row(found: RowMap, made: Callable[[Tensor], Tensor], width: int, boun
     Raises:
         ValueError: it does not.
     """
-    tried = torch.randn(64, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    tried *= torch.logspace(-1, 2, 64, dtype=torch.float64)[:, None]
+    tried = _tried(width)
     wanted = made(tried)
     if not torch.allclose(found(tried), wanted, rtol=bound, atol=bound, equal_nan=True):
         raise ValueError(f"{name} cannot be had in an engine: no row of a table does what it does")
+
+
+@functools.lru_cache(maxsize=4)
+def _tried(width: int) -> Tensor:
+    """Activations of several sizes, which every row of that width is tried on."""
+    tried = torch.randn(64, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return tried * torch.logspace(-1, 2, 64, dtype=torch.float64)[:, None]
 
 
 @torch.no_grad()

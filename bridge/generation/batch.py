@@ -675,8 +675,10 @@ class _Batch:
                     try:
                         return compute(model, batch)
                     except (AssertionError, RuntimeError) as error:
-                        said = f"a compiled pass of generate_batch failed, and is made uncompiled: {_short(error)}"
-                        warnings.warn(said, stacklevel=1)
+                        said = f"{type(error).__name__}: {_short(error)}"
+                        warnings.warn(
+                            f"a compiled pass of generate_batch failed, and is made uncompiled ({said})", stacklevel=1
+                        )
                 runner._compiled_varlen = None
                 compute(model, batch)
             finally:
