@@ -34,6 +34,16 @@ from transformers import (
 
 from bridge import TransformerBridge
 
+
+def bamba(layers: int, attention: list[int]) -> PreTrainedConfig:
+    """A hybrid of so many layers, some of them with attention."""
+    return BambaConfig(
+        hidden_size=1024, num_hidden_layers=layers, attn_layer_indices=attention, num_attention_heads=16,
+        num_key_value_heads=8, intermediate_size=3072, mamba_n_heads=32, mamba_d_head=64, mamba_expand=2,
+        mamba_d_state=64, mamba_chunk_size=16, vocab_size=32000,
+    )  # fmt: skip
+
+
 WIDE = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32, "intermediate_size": 11008}
 #: Each model: its class, its configuration, and the type of its weights.
 MODELS: dict[str, tuple[str, Callable[[], PreTrainedConfig], torch.dtype]] = {
@@ -61,15 +71,7 @@ MODELS: dict[str, tuple[str, Callable[[], PreTrainedConfig], torch.dtype]] = {
         ),
         torch.float32,
     ),
-    "hybrid": (
-        "BambaForCausalLM",
-        lambda: BambaConfig(
-            hidden_size=1024, num_hidden_layers=12, attn_layer_indices=[3, 9], num_attention_heads=16,
-            num_key_value_heads=8, intermediate_size=3072, mamba_n_heads=32, mamba_d_head=64, mamba_expand=2,
-            mamba_d_state=64, mamba_chunk_size=16, vocab_size=32000,
-        ),
-        torch.float32,
-    ),
+    "hybrid": ("BambaForCausalLM", lambda: bamba(12, [3, 9]), torch.float32),
     "Llama of 1.5 billion": (
         "LlamaForCausalLM",
         lambda: LlamaConfig(
@@ -86,15 +88,7 @@ MODELS: dict[str, tuple[str, Callable[[], PreTrainedConfig], torch.dtype]] = {
         ),
         torch.float32,
     ),
-    "hybrid of 537 million": (
-        "BambaForCausalLM",
-        lambda: BambaConfig(
-            hidden_size=1024, num_hidden_layers=30, attn_layer_indices=[9, 18, 27], num_attention_heads=16,
-            num_key_value_heads=8, intermediate_size=3072, mamba_n_heads=32, mamba_d_head=64, mamba_expand=2,
-            mamba_d_state=64, mamba_chunk_size=16, vocab_size=32000,
-        ),
-        torch.float32,
-    ),
+    "hybrid of 537 million": ("BambaForCausalLM", lambda: bamba(30, [9, 18, 27]), torch.float32),
     "images (ViT-B)": ("ViTForImageClassification", ViTConfig, torch.float32),
     "sound (Wav2Vec2)": ("Wav2Vec2Model", Wav2Vec2Config, torch.float32),
     "sound (HuBERT)": ("HubertModel", HubertConfig, torch.float32),

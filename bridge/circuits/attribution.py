@@ -318,10 +318,8 @@ class _Gradients:
 
             def of(number: int, positions: list[int]) -> Tensor:
                 if (here := tuple(positions)) not in looked:  # of all runs together, whose metric is the same
-                    with (
-                        torch.inference_mode(False),
-                        torch.enable_grad(),
-                    ):  # also where it looks without gradients first
+                    # Also where it looks without gradients first.
+                    with torch.inference_mode(False), torch.enable_grad():
                         looked[here] = self._logits_of(found[:, positions]).split(self.batch)
                 return looked[here][number]
 

@@ -51,7 +51,7 @@ from adapters.views import Call, Deferred
 from adapters.views.basis import InBasis, dense
 from bridge.bridge import TransformerBridge
 from bridge.engine import insides
-from bridge.engine.proof import MOST_LIKELY, EngineProof, engine_point, seen_in_order, widths_of
+from bridge.engine.proof import MOST_LIKELY, EngineProof, engine_point, rows_like, seen_in_order
 from bridge.engine.tables import EngineEdit, EnginePlace, base_of, lower, packed
 from bridge.generation.batch import prompts_of
 from bridge.generation.options import decode
@@ -173,8 +173,8 @@ class Engine:
             # Eager attention leaves nothing out; torch's kernel knows no soft cap (Gemma 2), and vLLM's does.
             hf = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation="eager").eval()
             plain = TransformerBridge(hf, None)
-            widths = widths_of(plain, list(self._hooks.values()))
-            said = {n: engine_point(hook, hf, widths.get(n)) for n, hook in self._hooks.items()}
+            like = rows_like(plain, list(self._hooks.values()))
+            said = {n: engine_point(hook, hf, like.get(n)) for n, hook in self._hooks.items()}
             self._order = seen_in_order(plain, [n for n, point in said.items() if not isinstance(point, str)])
         else:
             said, self._order = proved["points"], proved["order"]

@@ -81,7 +81,7 @@ def why_not(point: Point, model: nn.Module) -> str:
     return ""
 
 
-def widths_of(bridge: TransformerBridge, hooks: Sequence[HookPoint]) -> dict[str, Tensor]:
+def rows_like(bridge: TransformerBridge, hooks: Sequence[HookPoint]) -> dict[str, Tensor]:
     """One row of the tensors at the sites of hook points, empty: how many columns they have, and of which type."""
     found: dict[str, Tensor] = {}
     handles = []

@@ -242,9 +242,8 @@ class AsyncEngine:
         if isinstance(interventions, FromAnswers):
             raise TypeError("there are no other answers here: await them, and make the interventions of what they have")
         prompts: Any = [prompt]
-        request = self._engine.requests(prompts, max_new_tokens, [interventions], capture, [adapter_name], prepend_bos)[
-            0
-        ]
+        asked = self._engine.requests(prompts, max_new_tokens, [interventions], capture, [adapter_name], prepend_bos)
+        (request,) = asked
         number, rpc = next(self._numbers), self._client.collective_rpc
         given, ticket = self._engine.asked(request, number)
         params = insides.sampling(max_new_tokens, stop_at_eos, True, ticket, sampling)

@@ -436,8 +436,7 @@ class RunMethods(HookMethods, TokenMethods):
             torch.Size([1, 4, 1])
         """
         given = one_of(basis, encode, decode)
-        read = [] if reads is None else [reads] if isinstance(reads, str | HookPoint) else reads
-        places = self._hook(point), tuple(map(self._hook, read)), tuple(map(self._hook, later))
+        places = self._places_of(point, reads, later)
         hook = self._new_point(request := BasisRequest(name, given, *places, skip, error))
         if not request.keeps:
             self.wiring.add(hook, Listener("fwd", as_they_are, None, permanent=True))
@@ -473,8 +472,7 @@ class RunMethods(HookMethods, TokenMethods):
             []
         """
         given = one_of(basis, encode, decode)
-        read = [] if reads is None else [reads] if isinstance(reads, str | HookPoint) else reads
-        places = self._hook(point), tuple(map(self._hook, read)), tuple(map(self._hook, later))
+        places = self._places_of(point, reads, later)
         hook = self._new_point(request := BasisRequest(name, given, *places, skip, error))
         try:
             if request.keeps:
@@ -486,6 +484,14 @@ class RunMethods(HookMethods, TokenMethods):
         finally:
             if self.hook_dict.get(hook.name) is hook:
                 self.remove_basis(hook)
+
+    def _places_of(
+        self, point: str | HookPoint, reads: str | HookPoint | Sequence[str | HookPoint] | None,
+        later: Sequence[str | HookPoint],
+    ) -> tuple[HookPoint, tuple[HookPoint, ...], tuple[HookPoint, ...]]:  # fmt: skip
+        """The hook points of a basis: where it stands, which it reads, which it writes to later."""
+        read = [] if reads is None else [reads] if isinstance(reads, str | HookPoint) else reads
+        return self._hook(point), tuple(map(self._hook, read)), tuple(map(self._hook, later))
 
     def remove_basis(self, point: str | HookPoint) -> None:
         """Takes a hook point that `add_basis` placed out again, with the hooks on it and the bases on it.

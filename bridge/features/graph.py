@@ -1188,14 +1188,8 @@ class _ReplacementRun:
             run = (self._of_prefix(end) if spared > _WORTHWHILE * length else None) or self
             for at, which in here.items():
                 for some, sent in run._rows(run._features(at, which)):
-                    yield (
-                        at,
-                        some,
-                        [
-                            found if run is self else functional.pad(found, (0, len(source.entries) - found.shape[1]))
-                            for source, found in zip(self.sources, sent, strict=False)
-                        ],
-                    )
+                    behind = [len(source.entries) - x.shape[1] for source, x in zip(self.sources, sent, strict=False)]
+                    yield at, some, [functional.pad(x, (0, n)) if n else x for x, n in zip(sent, behind, strict=True)]
             begin = end
 
     def _of_prefix(self, length: int) -> _ReplacementRun | None:

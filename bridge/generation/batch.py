@@ -850,8 +850,9 @@ class _Batch:
         if self.others is not None:
             self.others.take(1)
         self._gave_whole_logits = self._whole_logits and "logits_to_keep" in kwargs
-        left_out = ("logits_to_keep",) if self._gave_whole_logits else ()
-        left = {name: value for name, value in kwargs.items() if name not in left_out}
+        left = dict(kwargs)
+        if self._gave_whole_logits:
+            del left["logits_to_keep"]
         _leave_causal(left)
         return args, left
 

@@ -16,7 +16,7 @@ import torch
 
 from bridge import TransformerBridge
 from bridge.engine.insides import EngineVersionError, check_options, check_vllm, sampling, vllm_version
-from bridge.engine.proof import engine_point, widths_of
+from bridge.engine.proof import engine_point, rows_like
 from bridge.engine.serving import SavedEdits
 from bridge.engine.tables import LOWERED, EngineEdit, EnginePlace, SiteRows, lower, packed, row_of, unpacked
 from bridge.interventions import (
@@ -206,8 +206,8 @@ def test_what_no_row_holds_is_refused_by_name(bridge: TransformerBridge) -> None
 
 def test_which_points_an_engine_may_have(bridge: TransformerBridge) -> None:
     hooks = [hook for name, hook in bridge.hook_dict.items() if name.startswith("blocks.1.")]
-    widths = widths_of(bridge, hooks)
-    said = {hook.name: engine_point(hook, bridge.original_model, widths.get(hook.name)) for hook in hooks}
+    like = rows_like(bridge, hooks)
+    said = {hook.name: engine_point(hook, bridge.original_model, like.get(hook.name)) for hook in hooks}
     query = said["blocks.1.attn.hook_q"]
     assert isinstance(query, dict) and query["path"] == "layers.1.self_attn.q_proj" and query["shape"] == [4, 8]
     assert query["columns"] == list(range(32)) and not query["through"]
