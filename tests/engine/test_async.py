@@ -17,9 +17,7 @@ from bridge.interventions import Add, Interventions, Scale
 from tests.engine.test_engine import (  # noqa: F401
     OPTIONS,
     alone,
-    bridge,
     edits_of,
-    folder,
     named,
     prompts_of,
     pytestmark,
@@ -29,7 +27,7 @@ POST = "blocks.1.hook_resid_post"
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[AsyncEngine]:  # noqa: F811
+def engine(folder: Path) -> Iterator[AsyncEngine]:
     made = AsyncEngine(folder, named(), rows=6, rank=4, **OPTIONS)
     assert made.offered() == [name for name in made.bridge.hook_dict if name in named()] and made.refused == {}
     yield made
@@ -62,7 +60,7 @@ async def leaves(engine: AsyncEngine) -> None:
     task.cancel()
 
 
-def test_requests_come_and_go(engine: AsyncEngine, bridge: TransformerBridge, loop: asyncio.Runner) -> None:  # noqa: F811
+def test_requests_come_and_go(engine: AsyncEngine, bridge: TransformerBridge, loop: asyncio.Runner) -> None:
     """More edits than rows, captures, and others that leave, in one loop: as many at once as there are."""
     drawn = random.Random(3)
     prompts = prompts_of(drawn, 30, most=40)
@@ -88,7 +86,7 @@ def test_requests_come_and_go(engine: AsyncEngine, bridge: TransformerBridge, lo
 
 
 def test_one_request_is_made_of_what_another_gave(
-    engine: AsyncEngine, bridge: TransformerBridge, loop: asyncio.Runner  # noqa: F811
+    engine: AsyncEngine, bridge: TransformerBridge, loop: asyncio.Runner
 ) -> None:  # fmt: skip
     """Awaited, and given as numbers; two samples of it."""
     prompts, middle = prompts_of(random.Random(4), 2), "blocks.0.hook_resid_mid"

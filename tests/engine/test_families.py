@@ -1,6 +1,6 @@
 """Families that vLLM's Transformers backend takes: each with its points proved, and a batch that is what each is alone.
 
-A start takes half a minute, so only two are run each time, by `make engine`; the others are slow.
+`make engine` runs them; a start takes half a minute.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ FAMILIES = {
     },
     "MixtralConfig": {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
 }  # fmt: skip
-FIRST = ("GPT2Config", "MixtralConfig")
 #: The points that every one of them has.
 EVERY = [
     "hook_resid_pre",
@@ -74,7 +73,7 @@ def saved(config: transformers.PretrainedConfig, folder: Path) -> torch.nn.Modul
     return plain
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FIRST else pytest.mark.slow) for n in FAMILIES])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_family(name: str, tmp_path: Path) -> None:
     plain = saved(getattr(transformers, name)(**FAMILIES[name]), tmp_path)
     bridge = TransformerBridge(plain, None)

@@ -13,9 +13,7 @@ from tests.engine.test_engine import (  # noqa: F401
     LAYERS,
     OPTIONS,
     assert_alone,
-    bridge,
     edits_of,
-    folder,
     named,
     prompts_of,
     pytestmark,
@@ -26,7 +24,7 @@ WHOLE = ["hook_resid_pre", "hook_resid_mid", "hook_resid_post", "hook_attn_out",
 
 
 @pytest.mark.slow
-def test_two_processes(folder: Path, bridge: TransformerBridge, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_two_processes(folder: Path, bridge: TransformerBridge, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stream and what is added to it are offered; queries, heads and hidden units are refused by name."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     engine = Engine(folder, named(), rows=8, rank=4, tensor_parallel_size=2, **OPTIONS)

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 from bridge import TransformerBridge
 from bridge.engine import Engine, EngineAnswer, FromAnswers
 from bridge.interventions import Add, AddScaled, Interventions, Probe, Scale, Set, Zero
-from tests.engine.test_engine import OPTIONS, alone, assert_alone, folder, named, prompts_of, pytestmark  # noqa: F401
+from tests.engine.test_engine import OPTIONS, alone, assert_alone, named, prompts_of, pytestmark  # noqa: F401
 
 D = 64
 PRE, MID, POST, Z = (
@@ -27,7 +27,7 @@ NAMES = (None, "tuned", "other")
 
 
 @pytest.fixture(scope="module")
-def adapters(folder: Path) -> dict[str, Path]:  # noqa: F811
+def adapters(folder: Path) -> dict[str, Path]:
     """Two LoRA adapters with random weights, of unlike ranks and modules."""
     found = {}
     for seed, (name, rank, modules) in enumerate(
@@ -46,7 +46,7 @@ def adapters(folder: Path) -> dict[str, Path]:  # noqa: F811
 
 
 @pytest.fixture(scope="module")
-def bridges(folder: Path, adapters: dict[str, Path]) -> dict[str | None, TransformerBridge]:  # noqa: F811
+def bridges(folder: Path, adapters: dict[str, Path]) -> dict[str | None, TransformerBridge]:
     """The plain model, and one for each adapter, merged into its weights: no code of PEFT's layers is left in it."""
     found: dict[str | None, TransformerBridge] = {}
     for name in NAMES:
@@ -58,7 +58,7 @@ def bridges(folder: Path, adapters: dict[str, Path]) -> dict[str | None, Transfo
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, adapters: dict[str, Path]) -> Iterator[Engine]:  # noqa: F811
+def engine(folder: Path, adapters: dict[str, Path]) -> Iterator[Engine]:
     made = Engine(folder, named(), rows=24, rank=2, probes=2, adapters=adapters, **OPTIONS)
     yield made
     made.close()
