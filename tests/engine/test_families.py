@@ -101,10 +101,11 @@ def test_a_family(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_model_that_is_another_in_vllm_is_refused(tmp_path: Path) -> None:
-    """vLLM's backend leaves Granite's factor of the logits out; its factor of the residual is in no column."""
+    """vLLM is given another factor of the residual than the model on disk has; that factor itself is in no column."""
     config = transformers.GraniteConfig(**LLAMA, attention_multiplier=0.2, residual_multiplier=0.7, logits_scaling=2.0)
     saved(config, tmp_path)
-    engine = Engine(tmp_path, ["blocks.0.hook_resid_pre", "blocks.0.hook_mlp_out"], rows=8, **OPTIONS)
+    other = {"hf_overrides": {"residual_multiplier": 0.5}}
+    engine = Engine(tmp_path, ["blocks.0.hook_resid_pre", "blocks.0.hook_mlp_out"], rows=8, **other, **OPTIONS)
     engine.close()
     assert engine.offered() == []
     assert "the effect of an edit there is off" in engine.refused["blocks.0.hook_resid_pre"]
