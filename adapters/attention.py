@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from einops import reduce
@@ -51,8 +51,7 @@ class PerHeadInput(Derived):
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         # `forward`, not a call: the hook points that stand on the norm see the model's own computation only.
-        # Head by head in memory, as they are projected: neither that nor its gradient copies them.
-        normed = call.sources[0][0].forward(new.movedim(-2, 0)).movedim(0, -2) if call.sources else new
+        normed = _normed_per_head(call.sources[0][0].forward, new) if call.sources else new
         for _, shift in call.sources[1:]:
             normed = normed + shift.unsqueeze(-2)
         projected = self.part.put(x, project_per_head(call.module, self.part, normed, call), call)
@@ -92,6 +91,39 @@ class PerHeadInput(Derived):
                 "and another gives heads inputs of their own (hook_attn_in, hook_q_input, hook_k_input, hook_v_input), "
                 "which are normed again without that change: use two runs, or change one of them"
             )
+
+
+def _normed_per_head(
+    norm: Callable[[Tensor], Tensor], new: Float[Tensor, "batch pos head d_model"]
+) -> Float[Tensor, "batch pos head d_model"]:
+    """The norm of each head's own input; once for all, where that is the same tensor and they differ by gradients."""
+    if new.requires_grad and new.stride(-2) == 0 and not is_compiling() and not isinstance(new, FakeTensor):
+        return cast(Tensor, _NormedOnce.apply(new, norm(new[..., 0, :].detach()), norm))
+    # Head by head in memory, as they are projected: neither that nor its gradient copies them.
+    return norm(new.movedim(-2, 0)).movedim(0, -2)
+
+
+class _NormedOnce(torch.autograd.Function):
+    """What a norm makes of an input that all heads share, with the gradient at each head's own."""
+
+    @staticmethod
+    def forward(ctx: Any, new: Tensor, normed: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(new)
+        ctx.norm = norm
+        return normed.unsqueeze(-2).expand_as(new)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        (new,) = ctx.saved_tensors
+        of_parameters = gradient.sum(-2) if ctx.needs_input_grad[1] else None
+        if torch.is_grad_enabled():  # there will be a gradient of this one
+            return *torch.autograd.grad(ctx.norm(new), new, gradient, create_graph=True), of_parameters, None
+        with torch.enable_grad():
+            shared = new[..., 0, :].detach().requires_grad_()
+            normed = ctx.norm(shared)
+        # One at a time: the processor's cache holds what each makes, and not what all make.
+        of_heads = [torch.autograd.grad(normed, shared, one, retain_graph=True)[0] for one in gradient.unbind(-2)]
+        return torch.stack(of_heads).movedim(0, -2), of_parameters, None
 
 
 @dataclass(frozen=True)

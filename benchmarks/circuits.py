@@ -1,5 +1,7 @@
 """Edge attribution against forward and backward passes, and circuits of the shipped model and of SmolLM2-135M.
 
+    python benchmarks/circuits.py mib THEIRS FOLDER    every method beside the code of the Mechanistic Interpretability
+                                                       Benchmark: see benchmarks/against_mib.py
     python benchmarks/circuits.py time                 EAP-IG of all edges of a 12-layer d768 GPT-2, one pair
     python benchmarks/circuits.py shipped              the shipped model's IOI circuit
     python benchmarks/circuits.py smollm FOLDER        SmolLM2-135M-Instruct's, from the folder of its GGUF file
@@ -22,6 +24,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import against_mib
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -206,13 +209,16 @@ def graph_of_features(
     took = time.process_time() - start
     more = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3 - before
     lost = float(graph.influence()[[node.kind == "dropped" for node in graph.nodes]].sum() / graph.probabilities.sum())
-    edges = int(graph.adjacency.count_nonzero())
+    edges = sum(int(sent.count_nonzero()) for *_, sent in graph.rows)
+    held = sum(sent.numel() for *_, sent in graph.rows)
+    indices = sum(senders.numel() for _, senders, _ in graph.rows)
     places = [node.pos for node in graph.nodes if node.kind == "feature"]
     print(
         f"{n_tokens} tokens, {active} active features, {len(graph.nodes)} nodes of at most {limit}: {took:.0f} s of a "
         f"processor, {more:.0f} MB above the runs before; {lost:.0%} of the influence lost; {edges} edges, "
         f"{edges / len(graph.nodes) ** 2:.0%} of all pairs; features at {sum(places) / len(places) / n_tokens:.0%} of "
-        f"the prompt on average"
+        f"the prompt on average\n  bytes: {4 * held + 8 * indices} as it is, {4 * len(graph.nodes) ** 2} of a table of "
+        f"all pairs, {8 * edges + 4 * len(graph.nodes)} of compressed rows with indices"
     )
     if file is not None:
         print(f"  the file has {Path(file).stat().st_size / 1e6:.1f} MB")
@@ -263,7 +269,12 @@ def need() -> None:
 
 if __name__ == "__main__":
     what = sys.argv[1] if len(sys.argv) > 1 else ""
-    if what == "time":
+    if what == "mib" and len(sys.argv) >= 4:
+        named = sys.argv[4:]
+        sizes = [size for size in ("shipped", *against_mib.SIZES) if size in named] or ["shipped", "small", "llama"]
+        for size in sizes:
+            against_mib.main(*sys.argv[2:4], size, *(name for name in named if name not in sizes))
+    elif what == "time":
         times()
     elif what == "shipped":
         shipped()

@@ -48,7 +48,8 @@ def trained_edges(
     Each prompt runs with a circuit of its own, in which an edge with probability p is there, or not, or, with
     probability ``p (1 - p)``, partly there, by a share drawn evenly between 0 and 1. The loss's derivative by that
     share is, on average, what having the edge changes; it moves the edge's logit (Li and Janson 2024, "Optimal Ablation
-    for Interpretability"). The loss grows by `penalty` for each edge.
+    for Interpretability"). As in their code, that average is over the circuits that have the edge partly. The loss
+    grows by `penalty` for each edge.
 
     Args:
         bridge: the bridge, in evaluation mode.
@@ -110,10 +111,17 @@ def trained_edges(
     return EdgeScores(graph, values)
 
 
-def _absent(drawn: Float[Tensor, "..."], probability: Float[Tensor, " edge"]) -> Float[Tensor, "..."]:
-    """How far edges are absent, by numbers drawn evenly between 0 and 1: none, all, or in a window partly."""
+def _absent(drawn: Float[Tensor, "... edge"], probability: Float[Tensor, " edge"]) -> Float[Tensor, "... edge"]:
+    """How far edges are absent, by numbers drawn evenly between 0 and 1: none, all, or in a window partly.
+
+    Of these last the gradient is 1 on average, over those that are no thousandth from an end.
+    """
     window = (probability * (1 - probability)).detach().clamp(min=torch.finfo(drawn.dtype).tiny)
-    return ((drawn - probability) / window + 0.5).clamp(0, 1)
+    place = (drawn - probability.detach()) / window + 0.5
+    partly, counted = ((place - 0.5).abs() <= within for within in (0.5, 0.499))
+    share = counted.to(drawn).flatten(0, -2).mean(0)
+    weights = partly / share.where(share > 0, torch.inf)
+    return place.clamp(0, 1) - weights * (probability - probability.detach())
 
 
 def _refuse_not_finite(loss: Tensor) -> None:

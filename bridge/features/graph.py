@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
@@ -56,6 +57,8 @@ _LINEAR_BEHIND = (
 )  # fmt: skip
 
 
+#: Some receivers in turn, the nodes that send them something, and how much, ``[receiver, sender]``.
+_Rows = tuple[slice, Int[Tensor, " sender"], Float[Tensor, "receiver sender"]]
 Kind = Literal["feature", "error", "token", "constant", "dropped", "logit"]
 
 
@@ -93,8 +96,8 @@ class AttributionGraph:
 
     Attributes:
         nodes: features, then errors, tokens, constants, what a limit dropped, and logits.
-        adjacency: ``[receiver, sender]``: how much of the receiver's value (of a logit less the mean of all) comes
-            straight from the sender, past no other node. The row of a feature or a logit adds up to its value.
+        rows: what `adjacency` has but zeros: for some receivers that follow each other, which ones; which nodes send
+            any of them something; and how much, ``[receiver, sender]``. All others receive nothing.
         values: ``[node]``: features and logits as they are in the run; of errors, tokens and constants the length of
             the vector, and 0 for ``biases`` and ``dropped``, which are none.
         probabilities: of the logits' tokens.
@@ -103,7 +106,7 @@ class AttributionGraph:
     """
 
     nodes: tuple[Node, ...]
-    adjacency: Float[Tensor, "node node"]
+    rows: tuple[_Rows, ...]
     values: Float[Tensor, " node"]
     probabilities: Float[Tensor, " logit"]
     received: Float[Tensor, " node"]
@@ -119,27 +122,37 @@ class AttributionGraph:
         )
         return f"AttributionGraph({counted})"
 
+    @property
+    def adjacency(self) -> Float[Tensor, "node node"]:
+        """How much of a node's value comes straight from another one, past no other node: ``[receiver, sender]``.
+
+        The row of a feature or a logit adds up to its value; a logit's is less the mean of all. This table is made when
+        it is asked for: `rows` has the part of it where edges can be, mostly less than half.
+        """
+        found = self.values.new_zeros(len(self.nodes), len(self.nodes))
+        for receivers, senders, sent in self.rows:
+            found[receivers, senders] = sent
+        return found
+
     def __getitem__(self, edge: tuple[Node, Node]) -> float:
         """What one node sends to another: ``graph[sender, receiver]``."""
-        sender, receiver = edge
-        return float(self.adjacency[self._at[receiver], self._at[sender]])
+        sender, receiver = (self._at[node] for node in edge)
+        for receivers, senders, sent in self.rows:
+            if receivers.start <= receiver < receivers.stop:
+                return float(sent[receiver - receivers.start, senders == sender].sum())
+        return 0.0
 
     def _of(self, *kinds: Kind) -> list[int]:
         return [i for i, node in enumerate(self.nodes) if node.kind in kinds]
 
-    def _shares(self) -> Iterator[tuple[slice, Float[Tensor, "row node"]]]:
-        """Each edge's share of the sizes of all that its receiver gets, constants aside: they explain nothing.
-
-        Some rows after the other: a second table may have no room.
-        """
-        aside, dropped = self._of("constant", "dropped"), self._of("dropped")
-        for first in range(0, len(self.nodes), _ROWS):
-            rows = slice(first, first + _ROWS)
-            sizes, whole = self.adjacency[rows].abs(), self.received[rows]
-            sizes[:, aside] = 0
-            for one in dropped:  # one by one they are larger than their sum
-                sizes[:, one] = (whole - sizes.sum(1)).clamp(min=0)
-            yield rows, sizes / whole[:, None].clamp(min=1e-10)
+    def _shares(self) -> Iterator[_Rows]:
+        """Each edge's share of the sizes of all that its receiver gets, constants aside: they explain nothing."""
+        aside, dropped = self.values.new_zeros(2, len(self.nodes), dtype=torch.bool)
+        aside[self._of("constant", "dropped")] = dropped[self._of("dropped")] = True
+        for receivers, senders, sent in self.rows:
+            sizes, whole = sent.abs() * ~aside[senders], self.received[receivers, None]
+            rest = (whole - sizes.sum(1, keepdim=True)).clamp(min=0)  # one by one they are larger than their sum
+            yield receivers, senders, sizes.where(~dropped[senders], rest) / whole.clamp(min=1e-10)
 
     def influence(self) -> Float[Tensor, " node"]:
         """How much of the logits goes through each node, directly or not.
@@ -155,9 +168,11 @@ class AttributionGraph:
         weights[self._of("logit")] = self.probabilities.double()
         whole = torch.zeros_like(weights)
         while weights.any():  # edges go forward alone, so every way ends
-            weights = sum((weights[rows] @ shares.double() for rows, shares in self._shares()), torch.zeros_like(whole))
+            before, weights = weights, torch.zeros_like(whole)
+            for receivers, senders, shares in self._shares():
+                weights[senders] += before[receivers] @ shares.double()
             whole += weights
-        return whole.to(self.adjacency.dtype)
+        return whole.to(self.values.dtype)
 
     def largest(self, n: int) -> list[tuple[str, str, float]]:
         """The edges with the most influence, as `bridge.pictures.circuit` takes them; none is of what was dropped.
@@ -168,23 +183,23 @@ class AttributionGraph:
         Raises:
             ValueError: no edge is asked for.
         """
-        pairs = self._largest(n)
-        return [(str(self.nodes[j]), str(self.nodes[i]), float(self.adjacency[i, j])) for i, j in pairs]
+        return [(str(self.nodes[j]), str(self.nodes[i]), sent) for i, j, sent in self._largest(n)]
 
-    def _largest(self, n: int) -> list[tuple[int, int]]:
-        """Receivers and senders of the edges with the most influence."""
+    def _largest(self, n: int) -> list[tuple[int, int, float]]:
+        """Receivers and senders of the edges with the most influence, and how much they send."""
         check_positive("n", n)
         weights = self.influence()
         weights[self._of("logit")] = self.probabilities
-        sizes, places = weights.new_zeros(0), torch.zeros(0, dtype=torch.long, device=weights.device)
-        for rows, shares in self._shares():
-            here = shares * weights[rows, None]
-            here[:, self._of("dropped")] = 0
-            found = here.flatten().topk(min(n, int(here.count_nonzero())))
-            places = torch.cat([places, found.indices + rows.start * len(self.nodes)])
-            sizes, first = torch.cat([sizes, found.values]).topk(min(n, len(places)))
-            places = places[first]
-        return [divmod(at, len(self.nodes)) for at in places.tolist()]
+        found = weights.new_zeros(0, 4, dtype=torch.float64)  # influence, receiver, sender, how much
+        for (receivers, senders, shares), (*_, sent) in zip(self._shares(), self.rows, strict=True):
+            here = shares * weights[receivers, None]
+            here[:, torch.isin(senders, senders.new_tensor(self._of("dropped")))] = 0
+            largest = here.flatten().topk(min(n, int(here.count_nonzero())))
+            i, j = largest.indices // len(senders), largest.indices % len(senders)
+            some = [largest.values, receivers.start + i, senders[j], sent[i, j]]
+            found = torch.cat([found, torch.stack([column.double() for column in some], 1)])
+            found = found[found[:, 0].topk(min(n, len(found))).indices]
+        return [(int(i), int(j), sent) for _, i, j, sent in found.tolist()]
 
     @refuse_wrong_types
     def draw(self, n: int, bridge: TransformerBridge, tokens: Int[Tensor, "1 pos"], **options: Any) -> Any:
@@ -258,11 +273,8 @@ class AttributionGraph:
             | {"influence": float(up_to[i]), "activation": float(self.values[i]), "token_prob": weights.get(i, 0.0)}
             for i, node in enumerate(self.nodes)
         ]
-        if n is None:
-            pairs = self.adjacency.nonzero().tolist()
-        else:
-            pairs = self._largest(n)
-        links = [{"source": ids[j], "target": ids[i], "weight": float(self.adjacency[i, j])} for i, j in pairs]
+        edges = self._edges() if n is None else self._largest(n)
+        links = [{"source": ids[j], "target": ids[i], "weight": sent} for i, j, sent in edges]
         unknown = {ids[i] for i in self._of("constant", "dropped")}
         own = {
             "version": 1,
@@ -323,15 +335,27 @@ class AttributionGraph:
         said = {node["node_id"]: node for node in content["nodes"]}
         nodes = {at: Node(*of) for at, *of in own["nodes"]} if own else {at: _read(node) for at, node in said.items()}
         at = {name: i for i, name in enumerate(nodes)}
-        adjacency = torch.zeros(len(nodes), len(nodes))
+        edges: dict[int, dict[int, float]] = {}
         for link in [*content["links"], *(own["links"] if own else ())]:
-            adjacency[at[link["target"]], at[link["source"]]] = link["weight"]
+            edges.setdefault(at[link["target"]], {})[at[link["source"]]] = link["weight"]
+        rows = tuple(
+            (slice(i, i + 1), torch.tensor([*edges[i]]), torch.tensor([[*edges[i].values()]])) for i in sorted(edges)
+        )
         values = own["values"] if own else [said[name]["activation"] or 0.0 for name in nodes]
-        received = torch.tensor(own["received"]) if own else adjacency.abs().sum(1)
+        sizes = {i: math.fsum(map(abs, sent.values())) for i, sent in edges.items()}
+        received = torch.tensor(own["received"] if own else [sizes.get(i, 0.0) for i in range(len(nodes))])
         ends = [said[name]["token_prob"] for name, node in nodes.items() if node.kind == "logit"]
         if not len(values) == len(received) == len(nodes):
             raise ValueError(f"it has {len(nodes)} nodes, {len(values)} values and {len(received)} sums")
-        return cls(tuple(nodes.values()), adjacency, torch.tensor(values), torch.tensor(ends), received)
+        return cls(tuple(nodes.values()), rows, torch.tensor(values), torch.tensor(ends), received)
+
+    def _edges(self) -> list[tuple[int, int, float]]:
+        """Receivers and senders of all edges, and how much they send."""
+        found = []
+        for receivers, senders, sent in self.rows:
+            i, j = sent.nonzero(as_tuple=True)
+            found += [*zip((receivers.start + i).tolist(), senders[j].tolist(), sent[i, j].tolist(), strict=True)]
+        return found
 
     def _refuse_another_length(self, tokens: Tensor) -> None:
         if tokens.shape[1] != self.nodes[-1].pos + 1:
@@ -1019,7 +1043,7 @@ class _PatternsHeld(TorchFunctionMode):
 
 
 def _take_room(file: str | Path, n: int) -> None:
-    """Makes a file of zeros for the edges between some nodes.
+    """Makes a file of zeros for the edges between some nodes, of which each gets something from earlier ones alone.
 
     It is filled here, since a disk that is found to be full when memory is written back would end the process.
 
@@ -1030,7 +1054,8 @@ def _take_room(file: str | Path, n: int) -> None:
     Raises:
         OSError: there is no room, or no such folder.
     """
-    path, left, zeros = Path(file), 4 * n**2, bytes(2**20)
+    path, size, zeros = Path(file), 4 * (n * (n - 1) // 2), bytes(2**20)
+    left = size
     path.unlink(missing_ok=True)
     try:
         with path.open("wb", buffering=0) as made:
@@ -1039,7 +1064,7 @@ def _take_room(file: str | Path, n: int) -> None:
             os.fsync(made.fileno())
     except OSError as error:
         path.unlink(missing_ok=True)
-        said = f"{error.strerror}: the edges between {n} nodes take {4 * n**2} bytes"
+        said = f"{error.strerror}: the edges between {n} nodes take up to {size} bytes"
         raise OSError(error.errno, said, str(file)) from error
 
 
@@ -1253,12 +1278,11 @@ class _ReplacementRun:
         nodes += [Node("logit", "logits", self.kept.numel() - 1, int(token)) for token in self.tokens]
         shares = self.probabilities if file is None else self.probabilities.cpu()
         received, values = shares.new_zeros(2, len(nodes))
-        if file is None:
-            adjacency = shares.new_zeros(len(nodes), len(nodes))
-        else:
-            os.truncate(file, 4 * len(nodes) ** 2)
-            adjacency = torch.from_file(str(file), shared=True, size=len(nodes) ** 2, dtype=shares.dtype)
-            adjacency = adjacency.view(len(nodes), len(nodes))
+        found: list[_Rows] = []
+        room, used = None, 0
+        if file is not None:
+            most = len(nodes) * (len(nodes) - 1) // 2
+            room = torch.from_file(str(file), shared=True, size=most, dtype=shares.dtype)
         for at, source in enumerate(self.sources):
             values[columns[at]] = source.sizes(kept[at]).to(values)
         of_logits = ((-1, some, sent) for some, sent in self._rows(self.logits))
@@ -1267,17 +1291,27 @@ class _ReplacementRun:
             receivers = self.logits if at < 0 else self._features(at, some)
             rows = slice(first[at], first[at] + len(some))
             first[at] += len(some)
+            table = received.new_zeros(len(some), len(nodes))
             for source, mine, column, parts in zip(self.sources, kept, columns, sent, strict=False):
-                adjacency[rows, column] = parts[:, mine].to(adjacency)
+                table[:, column] = parts[:, mine].to(table)
                 if source.kind != "constant":
                     received[rows] += parts.abs().sum(1).to(received)
                 if dropped:
-                    rest = parts.index_fill(1, mine, 0).sum(1).to(adjacency)
-                    adjacency[rows, biases + (source.kind != "constant")] += rest
+                    rest = parts.index_fill(1, mine, 0).sum(1).to(table)
+                    table[:, biases + (source.kind != "constant")] += rest
             values[rows] = receivers.of(some).detach().to(values)
             if receivers.linear:  # all is linear in the nodes and constant otherwise
-                adjacency[rows, biases] += values[rows] - adjacency[rows].sum(1)
-        return AttributionGraph(tuple(nodes), adjacency, values, shares, received)
+                table[:, biases] += values[rows] - table.sum(1)
+            senders = table.any(0).nonzero().flatten()
+            part = table[:, senders]
+            if room is not None:
+                used += part.numel()
+                part = room[used - part.numel() : used].view_as(part).copy_(part)
+            found.append((rows, senders, part))
+        if file is not None:
+            os.truncate(file, 4 * used)
+        found.sort(key=lambda some: some[0].start)
+        return AttributionGraph(tuple(nodes), tuple(found), values, shares, received)
 
     def value(self, node: Node) -> Float[Tensor, ""]:
         """What stands at a feature or a logit, with its graph.
