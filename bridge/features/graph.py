@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import errno
 import importlib
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
@@ -190,16 +189,14 @@ class AttributionGraph:
         check_positive("n", n)
         weights = self.influence()
         weights[self._of("logit")] = self.probabilities
-        found = weights.new_zeros(0, 4, dtype=torch.float64)  # influence, receiver, sender, how much
+        found: list[tuple[float, tuple[int, int, float]]] = []
         for (receivers, senders, shares), (*_, sent) in zip(self._shares(), self.rows, strict=True):
-            here = shares * weights[receivers, None]
-            here[:, torch.isin(senders, senders.new_tensor(self._of("dropped")))] = 0
+            here = shares * weights[receivers, None] * ~torch.isin(senders, senders.new_tensor(self._of("dropped")))
             largest = here.flatten().topk(min(n, int(here.count_nonzero())))
             i, j = largest.indices // len(senders), largest.indices % len(senders)
-            some = [largest.values, receivers.start + i, senders[j], sent[i, j]]
-            found = torch.cat([found, torch.stack([column.double() for column in some], 1)])
-            found = found[found[:, 0].topk(min(n, len(found))).indices]
-        return [(int(i), int(j), sent) for _, i, j, sent in found.tolist()]
+            found += zip(largest.values.tolist(), _edges(receivers, senders, sent, i, j), strict=True)
+        found.sort(key=lambda edge: -edge[0])
+        return [edge for _, edge in found[:n]]
 
     @refuse_wrong_types
     def draw(self, n: int, bridge: TransformerBridge, tokens: Int[Tensor, "1 pos"], **options: Any) -> Any:
@@ -273,7 +270,8 @@ class AttributionGraph:
             | {"influence": float(up_to[i]), "activation": float(self.values[i]), "token_prob": weights.get(i, 0.0)}
             for i, node in enumerate(self.nodes)
         ]
-        edges = self._edges() if n is None else self._largest(n)
+        every = chain.from_iterable(_edges(*some, *some[2].nonzero(as_tuple=True)) for some in self.rows)
+        edges = every if n is None else self._largest(n)
         links = [{"source": ids[j], "target": ids[i], "weight": sent} for i, j, sent in edges]
         unknown = {ids[i] for i in self._of("constant", "dropped")}
         own = {
@@ -335,31 +333,31 @@ class AttributionGraph:
         said = {node["node_id"]: node for node in content["nodes"]}
         nodes = {at: Node(*of) for at, *of in own["nodes"]} if own else {at: _read(node) for at, node in said.items()}
         at = {name: i for i, name in enumerate(nodes)}
-        edges: dict[int, dict[int, float]] = {}
+        lost = [i for i, node in enumerate(nodes.values()) if node.kind == "dropped"]
+        edges = [dict.fromkeys(lost, 0.0) for _ in nodes]  # what is lost is shared, also where its sum is nothing
         for link in [*content["links"], *(own["links"] if own else ())]:
-            edges.setdefault(at[link["target"]], {})[at[link["source"]]] = link["weight"]
+            edges[at[link["target"]]][at[link["source"]]] = link["weight"]
         rows = tuple(
-            (slice(i, i + 1), torch.tensor([*edges[i]]), torch.tensor([[*edges[i].values()]])) for i in sorted(edges)
+            (slice(i, i + 1), torch.tensor([*sent]), torch.tensor([[*sent.values()]]))
+            for i, sent in enumerate(edges)
+            if sent
         )
         values = own["values"] if own else [said[name]["activation"] or 0.0 for name in nodes]
-        sizes = {i: math.fsum(map(abs, sent.values())) for i, sent in edges.items()}
-        received = torch.tensor(own["received"] if own else [sizes.get(i, 0.0) for i in range(len(nodes))])
+        received = torch.tensor(own["received"] if own else [sum(map(abs, sent.values()), 0.0) for sent in edges])
         ends = [said[name]["token_prob"] for name, node in nodes.items() if node.kind == "logit"]
         if not len(values) == len(received) == len(nodes):
             raise ValueError(f"it has {len(nodes)} nodes, {len(values)} values and {len(received)} sums")
         return cls(tuple(nodes.values()), rows, torch.tensor(values), torch.tensor(ends), received)
 
-    def _edges(self) -> list[tuple[int, int, float]]:
-        """Receivers and senders of all edges, and how much they send."""
-        found = []
-        for receivers, senders, sent in self.rows:
-            i, j = sent.nonzero(as_tuple=True)
-            found += [*zip((receivers.start + i).tolist(), senders[j].tolist(), sent[i, j].tolist(), strict=True)]
-        return found
-
     def _refuse_another_length(self, tokens: Tensor) -> None:
         if tokens.shape[1] != self.nodes[-1].pos + 1:
             raise ValueError(f"tokens has {tokens.shape[1]} positions; the graph is of {self.nodes[-1].pos + 1}")
+
+
+def _edges(receivers: slice, senders: Tensor, sent: Tensor, i: Tensor, j: Tensor) -> list[tuple[int, int, float]]:
+    """Of some rows of a graph the entries at some places: receivers and senders, and how much is sent."""
+    columns = (receivers.start + i).tolist(), senders[j].tolist(), sent[i, j].tolist()
+    return [*zip(*columns, strict=True)]
 
 
 #: The part of a graph's file that other programs do not know.
@@ -1302,7 +1300,9 @@ class _ReplacementRun:
             values[rows] = receivers.of(some).detach().to(values)
             if receivers.linear:  # all is linear in the nodes and constant otherwise
                 table[:, biases] += values[rows] - table.sum(1)
-            senders = table.any(0).nonzero().flatten()
+            reached = table.any(0)
+            reached[biases + dropped] = True  # what was dropped has its share, also where its sum is nothing
+            senders = reached.nonzero().flatten()
             part = table[:, senders]
             if room is not None:
                 used += part.numel()
