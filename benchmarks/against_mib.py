@@ -10,7 +10,8 @@ EAP-IG that it pins, and optimalablation (alestolfo's, where its README takes un
 Both sides have the same weights and prompts, one thread, and are processes that compute when they are asked, in turn.
 The ratio is the median of the rounds', of processor time. What both find is compared in float64, and in float32 by the
 largest score, where the float64 of each also says which of the two is nearer to it. The only thing that is changed for
-float64 is that Hugging Face's RMS norms and rotary tables, which are float32 in any model, are float64, too.
+float64 is that Hugging Face's RMS norms and rotary tables, and what their graph keeps scores in, which are float32 in
+any model, are float64, too.
 
 Exact effects are of ten edges in models of more than four layers; the time is that of one. At GPT-2's size, EAP-IG over
 activations takes one step in place of five, on both sides. CPR and CMD are
@@ -164,11 +165,15 @@ class Theirs:
         of = self.code.graph.Graph.from_model
         if level == "edge":
             graph = of(self.model)
+            graph.scores = graph.scores.to(self.given["dtype"])  # float32 in any model
             self.code.attribute.attribute(self.model, graph, self.loader, self.metric, method, **more)
             return graph.scores.T * times
         if method == "exact":
             return self.each_node(ablation)
         graph = of(self.model, neuron_level=level == "neuron", node_scores=level == "node")
+        for kind in ("nodes_scores", "neurons_scores"):
+            if getattr(graph, kind) is not None:
+                setattr(graph, kind, getattr(graph, kind).to(self.given["dtype"]))
         given = self.model, graph, self.loader, self.metric, method
         self.code.attribute_node.attribute_node(*given, neuron=level == "neuron", **more)
         return (graph.nodes_scores if level == "node" else graph.neurons_scores)[: graph.n_forward] * times

@@ -211,13 +211,13 @@ def graph_of_features(
     lost = float(graph.influence()[[node.kind == "dropped" for node in graph.nodes]].sum() / graph.probabilities.sum())
     edges = sum(int(sent.count_nonzero()) for *_, sent in graph.rows)
     held = sum(sent.numel() for *_, sent in graph.rows)
-    indices = sum(senders.numel() for _, senders, _ in graph.rows)
+    indices = sum(senders.numel() for _, senders, _ in graph.rows)  # of four bytes, as what is held
     places = [node.pos for node in graph.nodes if node.kind == "feature"]
     print(
         f"{n_tokens} tokens, {active} active features, {len(graph.nodes)} nodes of at most {limit}: {took:.0f} s of a "
         f"processor, {more:.0f} MB above the runs before; {lost:.0%} of the influence lost; {edges} edges, "
         f"{edges / len(graph.nodes) ** 2:.0%} of all pairs; features at {sum(places) / len(places) / n_tokens:.0%} of "
-        f"the prompt on average\n  bytes: {4 * held + 8 * indices} as it is, {4 * len(graph.nodes) ** 2} of a table of "
+        f"the prompt on average\n  bytes: {4 * (held + indices)} as it is, {4 * len(graph.nodes) ** 2} of a table of "
         f"all pairs, {8 * edges + 4 * len(graph.nodes)} of compressed rows with indices"
     )
     if file is not None:

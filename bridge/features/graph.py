@@ -338,7 +338,7 @@ class AttributionGraph:
         for link in [*content["links"], *(own["links"] if own else ())]:
             edges[at[link["target"]]][at[link["source"]]] = link["weight"]
         rows = tuple(
-            (slice(i, i + 1), torch.tensor([*sent]), torch.tensor([[*sent.values()]]))
+            (slice(i, i + 1), torch.tensor([*sent]).int(), torch.tensor([[*sent.values()]]))
             for i, sent in enumerate(edges)
             if sent
         )
@@ -1302,7 +1302,7 @@ class _ReplacementRun:
                 table[:, biases] += values[rows] - table.sum(1)
             reached = table.any(0)
             reached[biases + dropped] = True  # what was dropped has its share, also where its sum is nothing
-            senders = reached.nonzero().flatten()
+            senders = reached.nonzero().flatten().int()
             part = table[:, senders]
             if room is not None:
                 used += part.numel()

@@ -468,7 +468,8 @@ def test_a_saved_graph_is_the_same(
     graph = attribution_graph(bridge, TOKENS, points, limit=limit)
     graph.save(tmp_path / "graph.json", bridge, TOKENS)
     again = AttributionGraph.load(tmp_path / "graph.json")
-    assert again.nodes == graph.nodes and torch.equal(again.influence(), graph.influence())
+    assert again.nodes == graph.nodes
+    torch.testing.assert_close(again.influence(), graph.influence(), rtol=1e-5, atol=1e-7)  # sums of other rows
     for name in ("adjacency", "values", "probabilities", "received"):
         assert torch.equal(getattr(again, name), getattr(graph, name))
     graph.save(tmp_path / "few.json", bridge, TOKENS, n=7)
