@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, cast
+from typing import Literal, TypeVar, cast
 
 import torch
 from einops import reduce
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from adapters.imports import is_compiling
@@ -50,7 +50,9 @@ class PerHeadInput(Derived):
         return entered.unsqueeze(-2).expand(*entered.shape[:-1], self.n_heads, -1)
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
-        normed = _normed_per_head(call.sources[0][0], new) if call.sources else new
+        # `forward`, not a call: the hook points that stand on the norm see the model's own computation only.
+        # Head by head in memory, as they are projected: neither that nor its gradient copies them.
+        normed = call.sources[0][0].forward(new.movedim(-2, 0)).movedim(0, -2) if call.sources else new
         for _, shift in call.sources[1:]:
             normed = normed + shift.unsqueeze(-2)
         projected = self.part.put(x, project_per_head(call.module, self.part, normed, call), call)
@@ -90,52 +92,6 @@ class PerHeadInput(Derived):
                 "and another gives heads inputs of their own (hook_attn_in, hook_q_input, hook_k_input, hook_v_input), "
                 "which are normed again without that change: use two runs, or change one of them"
             )
-
-
-def _normed_per_head(
-    norm: nn.Module, new: Float[Tensor, "batch pos head d_model"]
-) -> Float[Tensor, "batch pos head d_model"]:
-    """The norm of each head's own input; once for all, where that is the same tensor and they differ by gradients."""
-    if new.requires_grad and new.stride(-2) == 0 and type(new) is Tensor and not is_compiling():
-        return cast(Tensor, _NormedOnce.apply(norm, new, *norm.parameters()))
-    # `forward`, not a call: the hook points that stand on the norm see the model's own computation only.
-    # Head by head in memory, as they are projected: neither that nor its gradient copies them.
-    return cast(Tensor, norm.forward(new.movedim(-2, 0)).movedim(0, -2))
-
-
-class _NormedOnce(torch.autograd.Function):
-    """What a norm makes of an input that all heads share, with the gradient at each head's own."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(norm: nn.Module, new: Tensor, *parameters: Tensor) -> Tensor:
-        return cast(Tensor, norm.forward(new[..., 0, :])).unsqueeze(-2).expand_as(new)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.norm, *tensors = inputs
-        ctx.save_for_backward(*tensors)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        new, *parameters = ctx.saved_tensors
-        wanted = [parameter for parameter in parameters if parameter.requires_grad]
-        if torch.is_grad_enabled():  # there will be a gradient of this one
-            normed = ctx.norm.forward(new)
-            of_heads, *found = torch.autograd.grad(
-                normed, [new, *wanted], gradient, create_graph=True, allow_unused=True
-            )
-        else:
-            with torch.enable_grad():
-                shared = new[..., 0, :].detach().requires_grad_()
-                normed = ctx.norm.forward(shared)
-            # One at a time: the processor's cache holds what each makes, and not what all make.
-            each = [torch.autograd.grad(normed, shared, one, retain_graph=True)[0] for one in gradient.unbind(-2)]
-            found = [*torch.autograd.grad(normed, wanted, gradient.sum(-2), allow_unused=True)] if wanted else []
-            of_heads = torch.stack(each).movedim(0, -2)
-        left = iter(found)
-        return None, of_heads, *(next(left) if parameter.requires_grad else None for parameter in parameters)
 
 
 @dataclass(frozen=True)
