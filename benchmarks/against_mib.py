@@ -8,7 +8,8 @@ EAP-IG that it pins, and optimalablation (alestolfo's, where its README takes un
 "gpt2" (12 of 768). Without a size, the first three. Further words are methods of the table.
 
 Both sides have the same weights and prompts, one thread, and are processes that compute when they are asked, in turn.
-The ratio is the median of the rounds', of processor time. What both find is compared in float64, and in float32 by the
+The ratio is the median of the rounds', of processor time; what is freed stays with
+each process. What both find is compared in float64, and in float32 by the
 largest score, where the float64 of each also says which of the two is nearer to it. The only thing that is changed for
 float64 is that Hugging Face's RMS norms and rotary tables, and what their graph keeps scores in, which are float32 in
 any model, are float64, too.
@@ -470,9 +471,10 @@ class Side:
     def __init__(self, executable: str, *arguments: str, file: str) -> None:
         command, self.file = [executable, __file__, *arguments, file], file
         errors = None if os.environ.get("LOUD") else subprocess.DEVNULL
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
-        )
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+        # Else what was freed goes back to the system or not, by what was allocated before: half of the time, by chance.
+        kept = {"MALLOC_TRIM_THRESHOLD_": "1000000000", "MALLOC_MMAP_THRESHOLD_": "1000000000"}
+        self.process = subprocess.Popen(command, text=True, env=os.environ | kept, **pipes)
         assert self.process.stdout is not None
         said = self.process.stdout.readline()
         assert said == "ready\n", f"{command} ended ({said!r}); LOUD=1 shows why"
