@@ -251,8 +251,7 @@ for _field in ("d_vocab", "d_vocab_out", "normalization_type", "tie_word_embeddi
 
 def act_fn_name(name: str | None) -> str | None:
     """HookedTransformer's name for an activation function, or Hugging Face's own where it has none."""
-    known = {"gelu_pytorch_tanh": "gelu_pytorch_tanh", "swish": "silu"}
-    return known.get(name, name) if name else None
+    return "silu" if name == "swish" else name or None
 
 
 def config_of(model: nn.Module) -> PreTrainedConfig:

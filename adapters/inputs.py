@@ -100,9 +100,10 @@ def accepted_by(core: nn.Module) -> frozenset[str]:
     names = accepted_arguments(forward)
     if names.isdisjoint(PAST) or "use_cache" in names or not isinstance(core, PreTrainedModel):
         return names
-    passes_on = any(x.kind is x.VAR_KEYWORD for x in inspect.signature(forward).parameters.values())
     decoder = core.get_decoder()
-    taken = passes_on and decoder is not None and "use_cache" in accepted_arguments(type(decoder).forward)
+    taken = (
+        _takes_anything(forward) and decoder is not None and "use_cache" in accepted_arguments(type(decoder).forward)
+    )
     return names | {"use_cache"} if taken else names
 
 
@@ -469,6 +470,16 @@ def _ones(shape: Callable[[PreTrainedConfig, Tensor], tuple[int, ...]]) -> Make:
     return lambda config, tokens, generator: torch.ones(shape(config, tokens), dtype=torch.long)
 
 
+def _noise(shape: Callable[[PreTrainedConfig, Tensor], tuple[Any, ...]]) -> Make:
+    """Random numbers in a shape for each row; None where the configuration does not say one of its sizes."""
+
+    def make(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
+        sizes = shape(config, tokens)
+        return None if None in sizes else torch.randn(tokens.shape[0], *sizes, generator=generator)
+
+    return make
+
+
 def _frames(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
     """``[batch, frame, channel, height, width]``, four frames in each row."""
     image = _image(config, tokens, generator)
@@ -482,22 +493,6 @@ def _spectrogram(config: PreTrainedConfig, tokens: Tensor, generator: torch.Gene
         return torch.randn(tokens.shape[0], mels, 2 * frames, generator=generator)
     mels = first(config, "input_feat_per_channel", "feature_projection_input_dim")
     return None if mels is None else torch.randn(tokens.shape[0], 104, mels, generator=generator)
-
-
-def _frames_of_each_token(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
-    """``[batch, mel, frame]``, a few frames for each token (Voxtral Realtime, which adds them to it)."""
-    mels, frames = first(config.audio_config, "num_mel_bins"), 2 * config.downsample_factor * tokens.shape[1]
-    return None if mels is None else torch.randn(tokens.shape[0], mels, frames, generator=generator)
-
-
-def _of_frames_and_mels(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
-    mels = first(config, "input_feat_per_channel", "num_mel_bins")
-    return None if mels is None else torch.randn(tokens.shape[0], 104, mels, generator=generator)
-
-
-def _patches_of_sound(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
-    frames, mels = getattr(config, "max_length", None), getattr(config, "num_mel_bins", None)
-    return None if frames is None or mels is None else torch.randn(tokens.shape[0], frames, mels, generator=generator)
 
 
 def _waveform(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
@@ -547,9 +542,19 @@ _MAKERS: Mapping[str, Make] = {
 }
 #: Model types whose argument of that name is something else.
 _OF_TYPE: Mapping[tuple[str, str], Make] = {
-    ("audio-spectrogram-transformer", "input_values"): _patches_of_sound,
-    ("speech_to_text", "input_features"): _of_frames_and_mels,
-    ("voxtral_realtime", "input_features"): _frames_of_each_token,
+    ("audio-spectrogram-transformer", "input_values"): _noise(
+        lambda config, tokens: (first(config, "max_length"), first(config, "num_mel_bins"))
+    ),
+    ("speech_to_text", "input_features"): _noise(
+        lambda config, tokens: (104, first(config, "input_feat_per_channel", "num_mel_bins"))
+    ),
+    # A few frames for each token, which are added to it.
+    ("voxtral_realtime", "input_features"): _noise(
+        lambda config, tokens: (
+            first(config.audio_config, "num_mel_bins"),
+            2 * config.downsample_factor * tokens.shape[1],
+        )
+    ),
     ("idefics", "pixel_values"): _images,
     ("mllama", "pixel_values"): _tiles,
     ("mllama", "aspect_ratio_ids"): _ones(lambda config, tokens: (len(tokens), 1)),

@@ -22,7 +22,8 @@ from adapters.architecture import NamedStep
 from adapters.linear import is_linear, weight_in_out
 from adapters.norms import Norm, NormKind, parameter_names
 from adapters.points import join
-from adapters.views import Call, Heads
+from adapters.views import Heads
+from adapters.views.views import NO_CALL
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Parameters that are spread over processes: put together while a transform writes to them, and cut again.
@@ -325,7 +326,7 @@ class ProcessedParts:
         view = self.attn.v.view or Heads(self.cfg.n_kv_heads)
         weight = weight_in_out(self.weights.module(self.value(path)))
         assert weight is not None
-        return view.get(torch.arange(weight.shape[1], device="cpu"), Call(nn.Identity(), (), {}))
+        return view.get(torch.arange(weight.shape[1], device="cpu"), NO_CALL)
 
     def has_bias(self, path: str) -> bool:
         return getattr(self.weights.module(path), "bias", None) is not None

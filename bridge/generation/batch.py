@@ -210,36 +210,32 @@ class _ExchangedAttention:
         return found
 
 
-class _Owners:
-    """Which models have a batch, and in which thread: a batch changes its model's attention until it is over."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._threads: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-
-    def take(self, core: nn.Module) -> None:
-        """Takes a model for a batch, when no other thread has it any more.
-
-        Raises:
-            ValueError: this very thread has it.
-        """
-        with self._changed:
-            if self._threads.get(core) == threading.get_ident():
-                raise ValueError(
-                    "a batch of requests is under way on this model: take all its answers, or leave its loop, before "
-                    "another generate_batch"
-                )
-            self._changed.wait_for(lambda: core not in self._threads)
-            self._threads[core] = threading.get_ident()
-
-    def give(self, core: nn.Module) -> None:
-        """Lets another batch have it."""
-        with self._changed:
-            self._threads.pop(core, None)
-            self._changed.notify_all()
+#: Which models have a batch, and in which thread: a batch changes its model's attention until it is over.
+_OWNERS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+_CHANGED = threading.Condition()
 
 
-_OWNERS = _Owners()
+def _take(core: nn.Module) -> None:
+    """Takes a model for a batch, when no other thread has it any more.
+
+    Raises:
+        ValueError: this very thread has it.
+    """
+    with _CHANGED:
+        if _OWNERS.get(core) == threading.get_ident():
+            raise ValueError(
+                "a batch of requests is under way on this model: take all its answers, or leave its loop, before "
+                "another generate_batch"
+            )
+        _CHANGED.wait_for(lambda: core not in _OWNERS)
+        _OWNERS[core] = threading.get_ident()
+
+
+def _give_back(core: nn.Module) -> None:
+    """Lets another batch have it."""
+    with _CHANGED:
+        _OWNERS.pop(core, None)
+        _CHANGED.notify_all()
 
 
 @dataclass(frozen=True)
@@ -575,7 +571,7 @@ class _Batch:
         self._handles: list[Any] = []
         self._manager: ContinuousBatchingManager | None = None
         core = bridge.core
-        _OWNERS.take(core)
+        _take(core)
         try:
             with _TURN:  # no torch hook comes or goes while another batch's pass is under way
                 if not self._free:
@@ -748,7 +744,7 @@ class _Batch:
                     handle.remove()
                 self.bridge.wiring.detach_scope(self.scope)
         finally:
-            _OWNERS.give(self.bridge.core)
+            _give_back(self.bridge.core)
 
     def feed(self) -> None:
         """Lets in as many requests as fit: all their pages in memory; all tokens of their prompts in one pass."""

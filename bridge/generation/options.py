@@ -18,7 +18,6 @@ from tqdm.auto import tqdm
 from transformers import (
     GenerationConfig,
     GenerationMixin,
-    LogitsProcessor,
     LogitsProcessorList,
     PreTrainedTokenizerBase,
     StoppingCriteria,
@@ -343,19 +342,13 @@ class StopStrings(StoppingCriteria):
         return torch.tensor(done, dtype=torch.bool, device=input_ids.device)
 
 
-class FrequencyPenalty(LogitsProcessor):
-    """Lowers the logit of each token by `penalty` for every time it stands in the sequence, as HookedTransformer does.
+def _less_frequent(penalty: float, input_ids: Tensor, scores: Tensor) -> Tensor:
+    """A logits processor: the logit of each token less a penalty for every time it stands in the sequence.
 
-    Args:
-        penalty: in logits.
+    HookedTransformer does so.
     """
-
-    def __init__(self, penalty: float) -> None:
-        self.penalty = penalty
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        counts = torch.zeros_like(scores).scatter_add_(1, input_ids, torch.ones_like(input_ids, dtype=scores.dtype))
-        return scores - self.penalty * counts
+    counts = torch.zeros_like(scores).scatter_add_(1, input_ids, torch.ones_like(input_ids, dtype=scores.dtype))
+    return scores - penalty * counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -463,7 +456,9 @@ def prepared(bridge: RunnableBridge, input: Input, options: GenerationOptions) -
     arguments |= _ending(bridge, options, more)
     if options.freq_penalty:
         processors = arguments.pop("logits_processor", None) or []
-        arguments["logits_processor"] = LogitsProcessorList([*processors, FrequencyPenalty(options.freq_penalty)])
+        arguments["logits_processor"] = LogitsProcessorList(
+            [*processors, functools.partial(_less_frequent, options.freq_penalty)]
+        )
     criteria = options.stopping_criteria
     several = list(criteria or []) if isinstance(criteria, Sequence | None) else [criteria]
     if wrong := [each for each in several if not callable(each)]:

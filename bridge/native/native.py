@@ -55,10 +55,6 @@ _FLAGS = (
     "use_local_attn", "use_qk_norm", "use_normalization_before_and_after", "use_NTK_by_parts_rope",
     "init_weights", "default_prepend_bos", "use_attn_result", "use_split_qkv_input", "use_attn_in", "use_hook_mlp_in",
 )  # fmt: skip
-_NUMBERS = (
-    "eps", "attn_scale", "rotary_base", "initializer_range", "attn_scores_soft_cap", "output_logits_soft_cap",
-    "NTK_by_parts_low_freq_factor", "NTK_by_parts_high_freq_factor", "NTK_by_parts_factor", "NTK_original_ctx_len",
-)  # fmt: skip
 _NOT_SET = -1  # HookedTransformerConfig's own sign for it
 _REQUIRED = ("n_layers", "d_model", "n_ctx", "d_vocab")
 #: HookedTransformerConfig's fields that have no place here, and why.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from adapters.views import Args, Call, Deferred, Kwargs
+from adapters.views.views import NO_CALL
 from bridge.hooks.arguments import BatchAxisError, check_positive
 from bridge.hooks.context import Listener, Scope, of_the_next_run
 from bridge.hooks.hooks import HookPoint
@@ -27,10 +28,6 @@ PosSlice = int | slice | tuple[int | None, ...] | Sequence[int] | None
 
 
 _AXES = ("pos", "decoder_pos", "key_pos", "decoder_key_pos")
-
-
-#: For views that do not look at the call.
-_NO_CALL = Call(nn.Identity(), (), {})
 
 
 class ActivationRecorder:
@@ -116,7 +113,7 @@ class ActivationRecorder:
             now = place.at_once if self.everything else place.views
             if not place.views:
                 return
-        call = Call(module, args, kwargs).without_graph() if place.contextual else _NO_CALL
+        call = Call(module, args, kwargs).without_graph() if place.contextual else NO_CALL
         if self.everything and not inference:
             for name, view in place.waiting:
                 values[name] = Deferred(view, x, call)
@@ -127,7 +124,7 @@ class ActivationRecorder:
 
     def _read_all(self, place: ReadSite, x: Tensor, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """As `_keep_all`, of what is kept in part or elsewhere."""
-        call = Call(module, args, kwargs) if place.contextual else _NO_CALL
+        call = Call(module, args, kwargs) if place.contextual else NO_CALL
         x = x.detach() if x.requires_grad else x
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             for point in place.points:

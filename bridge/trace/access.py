@@ -18,19 +18,17 @@ from torch._subclasses.fake_tensor import (
 
 from adapters.feed_forward import width
 from adapters.points import base_path, join, module_at
-from bridge.hooks.context import Listener, OpenTrace, without_hooks
-from bridge.hooks.hooks import HookPoint, checked
+from bridge.hooks.context import OpenTrace, without_hooks
+from bridge.hooks.hooks import HookPoint
 from bridge.hooks.modules import first_parameter
 from bridge.hooks.names import Names, UnknownHookError, suggestion
 from bridge.interventions.operations import Index
 from bridge.run.inputs import Input, Request, RunnableBridge, check_arguments
 from bridge.run.recorder import watching
 from bridge.run.run import PreparedPass, checked_layers, points_that_run
-from bridge.trace.edit import BodyActivations
+from bridge.trace.edit import BodyActivations, assigned
 from bridge.trace.stops import Asked, PointPart, Stop, Stops
 
-#: For the errors of `checked`.
-_ASSIGNED = Listener("fwd", lambda act, hook: None)
 #: The hook point at which the tensor that a part is given, or returns, is seen.
 _AT_POINT = {"input": "hook_in", "output": "hook_out"}
 ModuleInputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -83,7 +81,7 @@ class Access(OpenTrace, BodyActivations):
         """
         hook = self.bridge.names.find(name)
         stop = self.reach(hook)
-        checked(value, stop.value, _ASSIGNED, hook)
+        assigned(value, stop.value, hook)
         stop.replace(value)
 
     def part(self, name: str, *, heads: Index = None, queries: Index = None, keys: Index = None) -> Tensor:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
-from transformers import StoppingCriteria
 from transformers.utils import ModelOutput
 
 from bridge.generation.generation import generating, run_generate
@@ -19,7 +18,7 @@ from bridge.run.inputs import Input, RunnableBridge
 from bridge.trace.access import Access
 from bridge.trace.coroutine import Coroutine
 from bridge.trace.edit import EveryStep, InPlaceEdit, apply
-from bridge.trace.stops import Asked, ModelOrder, PointPart, Stop, Stops
+from bridge.trace.stops import Asked, ModelOrder, PointPart, Stop
 from bridge.trace.trace import InStep
 from bridge.wiring.compiled import uncompiled
 
@@ -64,12 +63,17 @@ class GenerationTrace(InStep):
     def _work(self) -> None:
         """The model's side."""
         # Ours comes before the one that counts, so that a step ends before the next number is said.
-        self._arguments["stopping_criteria"].insert(0, _StepEnds(self.stops))
+        self._arguments["stopping_criteria"].insert(0, self._step_ends)
         self._arguments["stopping_criteria"].append(self._steps)
         model = self.bridge.original_model
         with of_the_next_run(self.scope), generating(self.bridge, self._generation, self._prompt), uncompiled(model):
             made = run_generate(self.bridge, self._prompt, self._arguments)
         self._sequences = made["sequences"] if isinstance(made, ModelOutput) else made
+
+    def _step_ends(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
+        """A stopping criterion, which ends no row: a step has ended."""
+        self.stops.end_step()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
     def _pass_begins(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A forward hook: a forward pass begins."""
@@ -215,14 +219,3 @@ class _CurrentStep(GenerationStep):
 
     def reach(self, asked: Asked) -> Stop:
         return self._run.reach_now(asked)
-
-
-class _StepEnds(StoppingCriteria):
-    """Says that a step has ended. It ends no row."""
-
-    def __init__(self, stops: Stops) -> None:
-        self._stops = stops
-
-    def __call__(self, input_ids: Tensor, scores: Tensor | tuple[Tensor, ...] | None, **kwargs: object) -> Tensor:
-        self._stops.end_step()
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from adapters.points import module_at
 from bridge.hooks.context import CURRENT, Listener, Scope
-from bridge.hooks.hooks import HookPoint, changed_in_place, checked, replaces_activation, version_of
+from bridge.hooks.hooks import HookPoint, changed_in_place, replaces_activation, version_of
 from bridge.interventions.touching import Touching
 from bridge.trace.coroutine import (
     Coroutine,
@@ -26,6 +26,7 @@ from bridge.trace.coroutine import (
     leaves,
     mapped,
 )
+from bridge.trace.edit import assigned
 from bridge.wiring.wiring import TraceOpenings, Wiring
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -166,8 +167,6 @@ class PointPart:
     chosen: Mapping[str, Any]
 
 
-#: For the errors of `checked`.
-_SHOWN_TO_BODY = Listener("follow", lambda act, hook: None)
 #: What a trace can be asked for: a hook point, or a part of one, or a module's inputs or output.
 Asked = HookPoint | PointPart | tuple[str, str]
 
@@ -406,7 +405,7 @@ class Stops:
         if new is given:  # which may have been assigned to itself: run[name] *= 2
             self.late_edits.add(given, hook.name)
         if replaced:
-            new = checked(new, act, _SHOWN_TO_BODY, hook).clone()
+            new = assigned(new, act, hook).clone()
         if captured:
             self.kept[hook] = new
         if new.requires_grad:

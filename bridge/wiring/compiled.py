@@ -10,18 +10,18 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils.hooks import RemovableHandle
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from adapters.imports import is_compiling
-from bridge.hooks.context import CURRENT, ForwardPass, RunContext, SourceSite, recomputation_frame
+from bridge.hooks.context import CURRENT, ForwardPass, RunContext, in_context, recomputation_frame
 from bridge.hooks.hooks import AttachesListeners
 from bridge.hooks.modules import Finder, NotCopied, itself
 from bridge.taps.taps import LOCK, noop_hook
@@ -316,7 +316,8 @@ class _BlockWithHooks:
                 scope.recomputed = True
         self._changes = attaches.changes
         # The block's own input, which is outside of what is computed again.
-        self._sources = {} if context.run is None else _sources_outside(context.run, self._path)
+        seen = {} if context.run is None else context.run.sources
+        self._sources = {hook: found for hook, found in seen.items() if hook.site.path == self._path}
         self._ran = False
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
@@ -331,31 +332,15 @@ class _BlockWithHooks:
             )
         run = ForwardPass()
         run.sources.update(self._sources)
-        before = CURRENT.get()
-        CURRENT.set(RunContext(self._shared, run=run))
         try:
-            with self._attached():
+            with in_context(RunContext(self._shared, run=run)), ExitStack() as attached:
+                for scope in self._shared - {None}:  # it may be gone
+                    assert scope is not None
+                    self._attaches.attach_scope(scope)
+                    attached.callback(self._attaches.detach_scope, scope)
                 return recomputation_frame(self._function, args, kwargs)
         finally:
             run.end()
-            CURRENT.set(before)
-
-    @contextmanager
-    def _attached(self) -> Iterator[None]:
-        """Attaches the hooks, which may be gone, for the time of a recomputation."""
-        scopes = [scope for scope in self._shared if scope is not None]
-        for scope in scopes:
-            self._attaches.attach_scope(scope)
-        try:
-            yield
-        finally:
-            for scope in scopes:
-                self._attaches.detach_scope(scope)
-
-
-def _sources_outside(run: ForwardPass, path: str) -> dict[SourceSite, tuple[nn.Module, Tensor]]:
-    """What the pass saw at the input of the block at a path."""
-    return {hook: seen for hook, seen in run.sources.items() if hook.site.path == path}
 
 
 #: The file in which torch calls modules and their hooks.

@@ -46,7 +46,6 @@ from bridge.wiring.reading_plan import Keep, ReadingPlan
 from bridge.wiring.site import (
     CallCounter,
     OwnedHook,
-    SeparateReading,
     SharedSite,
     SiteHook,
     add_all,
@@ -416,7 +415,7 @@ class Wiring(AttachesListeners):
         fused = len(set(sites)) < len(sites)
         for name, site in zip(separate_consumers, sites, strict=True):
             hook = self._site(site if fused else Site(site.path, "input"))
-            following.append(SeparateReading(hook, self.points[name]).remove)
+            following.append(hook.claim(self.points[name]))
         self._following[key] = following
 
     def _disconnect_followers(self, point: HookPoint, left: tuple[Listener, ...]) -> None:
