@@ -217,17 +217,10 @@ class AlibiScores(MaskedScores):
 
 
 class SinkPattern(View):
-    """A pattern without the attention sink's column, which is the last: rows sum to less than one.
-
-    Args:
-        sinks: the name of the attention module's parameter that holds each head's sink.
-    """
+    """A pattern without the attention sink's column, which is the last: rows sum to less than one."""
 
     identity = False
     by_row = True
-
-    def __init__(self, sinks: str) -> None:
-        self.sinks = sinks
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         return x[..., :-1]
@@ -245,7 +238,7 @@ class SinkScores(View):
 
     Args:
         inner: the view of the scores.
-        sinks: as for `SinkPattern`.
+        sinks: the name of the attention module's parameter that holds each head's sink.
     """
 
     identity = False
@@ -288,8 +281,7 @@ class KernelArguments(NamedTuple):
 
     def with_products(self, query: Tensor, key: Tensor) -> KernelArguments:
         """The same call with other queries and keys."""
-        _, _, value, mask, dropped, causal, scale, grouped = self
-        return KernelArguments(query, key, value, mask, dropped, causal, scale, grouped)
+        return KernelArguments(query, key, *self[2:])
 
     def of(self, kernel: Callable[..., Tensor]) -> Tensor:
         """What a kernel makes of them."""

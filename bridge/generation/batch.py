@@ -29,10 +29,12 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 from adapters.imports import check_batching
 from adapters.linear import input_device
+from adapters.observe.observe import WRONG, one_line
 from adapters.spread import Turns, refuse_context_parallel
+from adapters.views import Args, Kwargs
 from bridge.bases.bases import read_by
 from bridge.cache import ActivationCache
-from bridge.generation.options import RunnableBridge, check_generates, decode
+from bridge.generation.options import RunnableBridge, check_generates, decode, distance
 from bridge.generation.packed import (
     Edit,
     Packed,
@@ -447,27 +449,21 @@ def _why_not(bridge: RunnableBridge, turns: Turns | None) -> str:
         try:
             batch = _Batch(bridge, requests, {}, [], options, proof=True, turns=turns)
             answers = list(_answers(batch, []))[1:]
-        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError) as error:
-            return f"transformers' continuous batching does not take it ({type(error).__name__}: {_short(error)})"
+        except WRONG as error:
+            return f"transformers' continuous batching does not take it ({one_line(error)})"
     for answer in answers:
         if answer.error is not None:
-            said = f"{type(answer.error).__name__}: {_short(answer.error)}"
-            return f"transformers' continuous batching fails with it ({said})"
+            return f"transformers' continuous batching fails with it ({one_line(answer.error)})"
         assert answer.logits is not None
         sequence = torch.tensor([[*prompts[answer.index], *answer.tokens.tolist()]], device=input_device(core))
         with torch.no_grad(), without_hooks():
             alone = core(input_ids=sequence, use_cache=False).logits[0, len(prompts[answer.index]) - 1 : -1].float()
-        off = float((answer.logits.float() - alone).norm() / alone.norm().clamp_min(1e-30))
-        if not off <= (1e-3 if core.dtype in (torch.float32, torch.float64) else 0.05):
+        if off := distance(answer.logits.float(), alone, core.dtype):
             return (
-                f"of {len(prompts)} requests at once each has other logits than alone (off by {off:.2g}), for "
+                f"of {len(prompts)} requests at once each has other logits than alone (off by {off}), for "
                 "transformers' continuous batching needs attention that goes through its interface"
             )
     return ""
-
-
-def _short(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0][:160]
 
 
 @contextmanager
@@ -523,7 +519,7 @@ def _cannot(bridge: RunnableBridge, prompt: Sequence[int], new: int) -> ValueErr
     return None
 
 
-def _leave_causal(arguments: dict[str, Any]) -> None:
+def _leave_causal(arguments: Kwargs) -> None:
     """Takes away what the mask says anyway, and what would change the configuration of the model, for all threads."""
     if arguments.get("is_causal") is False:
         del arguments["is_causal"]
@@ -671,10 +667,8 @@ class _Batch:
                     try:
                         return compute(model, batch)
                     except (AssertionError, RuntimeError) as error:
-                        said = f"{type(error).__name__}: {_short(error)}"
-                        warnings.warn(
-                            f"a compiled pass of generate_batch failed, and is made uncompiled ({said})", stacklevel=1
-                        )
+                        said = f"a compiled pass of generate_batch failed, and is made uncompiled ({one_line(error)})"
+                        warnings.warn(said, stacklevel=1)
                 runner._compiled_varlen = None
                 compute(model, batch)
             finally:
@@ -805,7 +799,7 @@ class _Batch:
         return processor is not None and kwargs.get("cache") is processor.cache
 
     # `kwargs` is missing where this hook came, or went, while another thread's pass was already under way.
-    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+    def _begin(self, module: nn.Module, args: Args, kwargs: Kwargs | None = None) -> Any:
         """The pass begins, when no other is under way: whose tokens are in it, in which context its hooks run."""
         if kwargs is None:
             return None
@@ -852,7 +846,7 @@ class _Batch:
         _leave_causal(left)
         return args, left
 
-    def _end(self, module: nn.Module, args: tuple[Any, ...], *more: Any) -> Any:
+    def _end(self, module: nn.Module, args: Args, *more: Any) -> Any:
         """The pass is over: `more` is what it was called with by name (see `_begin`), and what it gave."""
         kwargs, output = more[0] if len(more) > 1 else {}, more[-1]
         ours = self._is_ours(kwargs)
@@ -868,7 +862,7 @@ class _Batch:
                 self._turns.taken -= 1
                 _TURN.release()
 
-    def _ended(self, kwargs: dict[str, Any], output: Any) -> Any:
+    def _ended(self, kwargs: Kwargs, output: Any) -> Any:
         """What is left of our pass, and what it gives."""
         assert self._pass is not None
         self._pass.end()

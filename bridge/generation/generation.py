@@ -23,10 +23,9 @@ from transformers.utils import ModelOutput
 from adapters.inputs import accepted_arguments, accepted_by, past_of, with_past_named
 from adapters.points import core_path
 from adapters.spread import refuse_context_parallel
-from adapters.views import Deferred
+from adapters.views import Args, Deferred, Kwargs
 from bridge.cache import ActivationCache
 from bridge.generation.options import (
-    Arguments,
     GenerationOptions,
     GenerationPrompt,
     Steps,
@@ -101,7 +100,7 @@ class StepRecorder(ActivationRecorder):
             finally:
                 handle.remove()
 
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin(self, args: Args, kwargs: Kwargs) -> None:
         names = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
         given = [kwargs.get(name) for name in names]
         tokens = args[0] if args else next(value for value in given if value is not None)
@@ -266,7 +265,7 @@ def hf_generate(
     bridge: RunnableBridge,
     input: Input,
     prepend_bos: bool | None,
-    arguments: dict[str, Any],
+    arguments: Kwargs,
     return_type: str | None = None,
 ) -> Any:
     """The model's own `generate`; see `TransformerBridge.hf_generate`.
@@ -294,7 +293,7 @@ def hf_generate(
 
 
 def run_generate(
-    bridge: RunnableBridge, prompt: GenerationPrompt, arguments: dict[str, Any], program: nn.Module | None = None
+    bridge: RunnableBridge, prompt: GenerationPrompt, arguments: Kwargs, program: nn.Module | None = None
 ) -> Any:
     """Calls the model's own `generate`, or that of a program."""
     random = bool(chosen(bridge, arguments, "do_sample"))
@@ -308,7 +307,7 @@ def run_generate(
     return generate(**prompt.kwargs, **arguments)
 
 
-def generation_of(bridge: RunnableBridge, prompt: GenerationPrompt, arguments: Arguments) -> Generation:
+def generation_of(bridge: RunnableBridge, prompt: GenerationPrompt, arguments: Kwargs) -> Generation:
     """A generation from a prompt, of which is known where in the sequence each step is.
 
     Args:
@@ -333,7 +332,7 @@ def has_decoders_points(bridge: RunnableBridge) -> bool:
     return bridge.core.config.is_encoder_decoder and any("decoder_pos" in hook.point.axes for hook in points)
 
 
-def chosen(bridge: RunnableBridge, arguments: Arguments, name: str) -> Any:
+def chosen(bridge: RunnableBridge, arguments: Kwargs, name: str) -> Any:
     """An argument of the model's `generate`: as it was given, or else as the model's own configuration says."""
     return arguments[name] if name in arguments else getattr(bridge.core.generation_config, name, None)
 
@@ -351,7 +350,7 @@ def generating(bridge: RunnableBridge, generation: Generation, prompt: Generatio
         yield
 
 
-def _step_recorder(bridge: RunnableBridge, options: GenerationOptions, arguments: dict[str, Any]) -> StepRecorder:
+def _step_recorder(bridge: RunnableBridge, options: GenerationOptions, arguments: Kwargs) -> StepRecorder:
     _refuse_other_runs(bridge, arguments)
     points = bridge.select_hooks(options.names_filter)
     known = accepted_arguments(type(bridge.core).forward)
@@ -373,7 +372,7 @@ def _step_recorder(bridge: RunnableBridge, options: GenerationOptions, arguments
     return StepRecorder(points, options.device, caching, has_decoders_points(bridge))
 
 
-def _refuse_other_runs(bridge: RunnableBridge, arguments: Arguments) -> None:
+def _refuse_other_runs(bridge: RunnableBridge, arguments: Kwargs) -> None:
     """Refuses to keep activations where the model runs on other tokens than those of the sequence, one by one.
 
     Raises:
@@ -454,7 +453,7 @@ class TextPieces:
         return piece
 
 
-def stream(bridge: RunnableBridge, input: Input, arguments: dict[str, Any]) -> Iterator[Any]:
+def stream(bridge: RunnableBridge, input: Input, arguments: Kwargs) -> Iterator[Any]:
     """Yields a continuation piece by piece; see `TransformerBridge.generate_stream`.
 
     Everything that can be refused is refused here, before the first piece is asked for.
@@ -482,7 +481,7 @@ def stream(bridge: RunnableBridge, input: Input, arguments: dict[str, Any]) -> I
 
 
 def _stream(
-    bridge: RunnableBridge, prompt: GenerationPrompt, arguments: dict[str, Any], as_text: bool, verbose: bool
+    bridge: RunnableBridge, prompt: GenerationPrompt, arguments: Kwargs, as_text: bool, verbose: bool
 ) -> Iterator[Any]:
     bar = tqdm(total=arguments["max_new_tokens"], desc="generating", unit="token", disable=not verbose)
     generation = generation_of(bridge, prompt, arguments)

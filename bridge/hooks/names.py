@@ -88,26 +88,10 @@ def last_stream(hook_dict: Mapping[str, object], n_layers: int) -> str:
 
 _PLAIN = (str, int, float, bool, bytes, type(None), re.Pattern)
 #: Python's own functions that answer the same each time.
-_PURE = (
-    abs,
-    all,
-    any,
-    bool,
-    enumerate,
-    filter,
-    frozenset,
-    int,
-    isinstance,
-    len,
-    list,
-    map,
-    max,
-    min,
-    range,
-    reversed,
-    set,
-)
-_FUNCTIONS = frozenset(function.__name__ for function in (*_PURE, sorted, str, sum, tuple, zip))
+_FUNCTIONS = frozenset((
+    "abs", "all", "any", "bool", "enumerate", "filter", "frozenset", "int", "isinstance", "len", "list", "map", "max",
+    "min", "range", "reversed", "set", "sorted", "str", "sum", "tuple", "zip",
+))  # fmt: skip
 #: What such values have, and what they make has: methods that answer the same each time.
 _METHODS = frozenset(
     name for kind in (str, int, tuple, list, set, dict, re, re.Pattern, re.Match) for name in dir(kind)

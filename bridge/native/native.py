@@ -176,7 +176,9 @@ class NativeConfig(PreTrainedConfig, ModelFields):
         _check_names(type(self), kwargs)
         _check_values(self)
         _complete(self)
-        _check_together(self)
+        for breaks, said in _RULES:
+            if found := breaks(self):
+                raise ValueError(said.format(self, found))
         super().__post_init__(**kwargs)
 
 
@@ -261,7 +263,8 @@ def _check_torch(cfg: NativeConfig) -> None:
 def _complete(cfg: NativeConfig) -> None:
     """Fills in what follows from the other fields."""
     _complete_heads(cfg)
-    follows = {"d_vocab_out": cfg.d_vocab, "initializer_range": _initializer_range(cfg)}
+    wide = 0.8 / math.sqrt(cfg.d_model) if cfg.init_mode == "gpt2" else 1.0
+    follows = {"d_vocab_out": cfg.d_vocab, "initializer_range": wide}  # how widely weights are drawn
     for name in ("n_key_value_heads", "d_mlp", "rotary_dim", "attn_scale", *follows):
         if getattr(cfg, name) == _NOT_SET:
             setattr(cfg, name, follows.get(name))
@@ -285,11 +288,6 @@ def _complete_heads(cfg: NativeConfig) -> None:
             if cfg.d_model % count:
                 raise ValueError(f"d_model={cfg.d_model} is not divisible by {other}={count}: give {name} as well")
             setattr(cfg, name, cfg.d_model // count)
-
-
-def _initializer_range(cfg: NativeConfig) -> float:
-    """How widely weights are drawn where nothing is said."""
-    return 0.8 / math.sqrt(cfg.d_model) if cfg.init_mode == "gpt2" else 1.0
 
 
 def _complete_for_transformers(cfg: NativeConfig) -> None:
@@ -358,13 +356,6 @@ _RULES: tuple[tuple[Callable[[NativeConfig], object], str], ...] = (
     (lambda c: c.positional_embedding_type != "rotary" and c.rotary_base is not None,
      "rotary_base={0.rotary_base} is for positional_embedding_type='rotary', not {0.positional_embedding_type!r}"),
 )  # fmt: skip
-
-
-def _check_together(cfg: NativeConfig) -> None:
-    """The fields with one another."""
-    for breaks, said in _RULES:
-        if found := breaks(cfg):
-            raise ValueError(said.format(cfg, found))
 
 
 #: Cosines and sines, ``[batch, 1, pos, rotary_dim]`` each.

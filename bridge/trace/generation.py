@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers.utils import ModelOutput
 
+from adapters.views import Args, Kwargs
 from bridge.generation.generation import generating, run_generate
 from bridge.generation.options import GenerationOptions, Steps, aligned, prepared, rows_of, texts_of
 from bridge.hooks.context import CURRENT, Generation, Listener, of_the_next_run
@@ -34,7 +34,7 @@ class GenerationTrace(InStep):
         input, arguments: as for `TransformerBridge.generate`.
     """
 
-    def __init__(self, bridge: RunnableBridge, places: ModelOrder, input: Input, arguments: dict[str, Any]) -> None:
+    def __init__(self, bridge: RunnableBridge, places: ModelOrder, input: Input, arguments: Kwargs) -> None:
         for name in _NOT_HERE:
             if name in arguments:
                 raise TypeError(f"{name} is an argument of generate; a traced generation has run.tokens and run.text")
@@ -75,7 +75,7 @@ class GenerationTrace(InStep):
         self.stops.end_step()
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
-    def _pass_begins(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _pass_begins(self, module: nn.Module, args: Args) -> None:
         """A forward hook: a forward pass begins."""
         step = self._generation.step
         if self.scope in CURRENT.get().visible and self._wanted is not None and step >= self._wanted:

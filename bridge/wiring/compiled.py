@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from adapters.imports import is_compiling
+from adapters.views import Kwargs
 from bridge.hooks.context import CURRENT, ForwardPass, RunContext, in_context, recomputation_frame
 from bridge.hooks.hooks import AttachesListeners
 from bridge.hooks.modules import Finder, NotCopied, itself
@@ -197,9 +198,7 @@ def nothing(*args: object, **kwargs: object) -> Any:
     raise RuntimeError("there is no forward here")
 
 
-def call_eagerly(
-    model: nn.Module, function: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]
-) -> Any:
+def call_eagerly(model: nn.Module, function: Callable[..., Any], args: tuple[object, ...], kwargs: Kwargs) -> Any:
     """Calls a function of a model with nothing compiled, also from within compiled code.
 
     Args:
@@ -217,7 +216,7 @@ def call_eagerly(
 setattr(call_eagerly, "_torchdynamo_disable", True)  # noqa: B010 - which functions do not have otherwise
 
 
-def _call(model: nn.Module, function: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
+def _call(model: nn.Module, function: Callable[..., Any], args: tuple[object, ...], kwargs: Kwargs) -> Any:
     with uncompiled(model):
         return function(*args, **kwargs)
 
@@ -389,7 +388,7 @@ class PassBoundary(NotCopied):
             self._forced_eager.detach()
         self._blocks.release()
 
-    def begin(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
+    def begin(self, module: nn.Module, args: tuple[object, ...], kwargs: Kwargs) -> None:
         """The forward pre-hook. A pass that this module opened before, or whose call is over, was left behind."""
         context = CURRENT.get()
         left = context.run is not None and (context.run.opened_by is module or context.run.is_left)
@@ -432,7 +431,7 @@ def mark_as_of_batch(cache: PagedAttentionCache) -> None:
     setattr(cache, _BEGUN_BY_BATCH, True)
 
 
-def is_of_batch(kwargs: dict[str, Any]) -> bool:
+def is_of_batch(kwargs: Kwargs) -> bool:
     """Whether a pass of transformers' continuous batching is that of a bridge's batch, which opens and ends it.
 
     The thread of another sees none of the scopes of the code that called, and its tokens are those of many requests in
