@@ -443,7 +443,7 @@ class NotFound(Exception):
     """Something is not what a declaration could say; the message says what."""
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """An error in one line.
 
     Args:

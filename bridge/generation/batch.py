@@ -34,7 +34,7 @@ from adapters.spread import Turns, refuse_context_parallel
 from adapters.views import Args, Kwargs
 from bridge.bases.bases import read_by
 from bridge.cache import ActivationCache
-from bridge.generation.options import RunnableBridge, check_generates, decode, distance
+from bridge.generation.options import GenerationOptions, RunnableBridge, check_generates, decode, distance
 from bridge.generation.packed import (
     Edit,
     Packed,
@@ -50,7 +50,6 @@ from bridge.generation.packed import (
 from bridge.hooks.arguments import check_positive, shown
 from bridge.hooks.context import CURRENT, ForwardPass, Generation, Listener, RunContext, Scope, without_hooks
 from bridge.hooks.hooks import HookPoint, checked_function
-from bridge.hooks.names import NamesFilter
 from bridge.hooks.rows import check_said, check_zero_or_one
 from bridge.interventions.operations import Operation
 from bridge.run.inputs import HookSpec
@@ -262,19 +261,6 @@ class Answer:
     error: BaseException | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchOptions:
-    """What `TransformerBridge.generate_batch` is told besides prompts and interventions; see there."""
-
-    max_new_tokens: int
-    capture: NamesFilter
-    stop_at_eos: bool
-    eos_token_id: int | Sequence[int] | None
-    sampling: Mapping[str, Any]
-    output_logits: bool
-    verbose: bool
-
-
 def prompts_of(
     bridge: RunnableBridge,
     prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor,
@@ -322,14 +308,15 @@ def generate_batch(
     prompts: Sequence[Sequence[int]],
     interventions: Sequence[HookSpec],
     each: Sequence[Sequence[HookSpec]] | None,
-    options: BatchOptions,
+    options: GenerationOptions,
 ) -> Iterator[Answer]:
     """Continues many prompts at once; see `TransformerBridge.generate_batch`. Everything is checked before it returns.
 
     Args:
         bridge: the bridge.
         prompts: as tokens.
-        interventions, each, options: as there.
+        interventions, each: as there.
+        options: what it is told besides: as there, with `capture` as their `names_filter`.
     """
     sharing = bridge.wiring.sharing
     turns = None if sharing is None else sharing.turns(partial(_pass_of_nothing, bridge))
@@ -338,8 +325,8 @@ def generate_batch(
     _check_engine_takes(bridge.core)
     check_positive("max_new_tokens", options.max_new_tokens)
     edits = _edits(bridge, interventions, each, len(prompts))
-    none = isinstance(options.capture, Sequence) and not isinstance(options.capture, str) and not options.capture
-    captured = [] if options.capture is None or none else bridge.select_hooks(options.capture)
+    capture = options.names_filter
+    captured = bridge.select_hooks(capture) if callable(capture) or isinstance(capture, str) or capture else []
     for hook in dict.fromkeys([*edits, *captured]):
         check_tells_apart(hook)
     for hook, at_point in edits.items():
@@ -440,10 +427,9 @@ def _why_not(bridge: RunnableBridge, turns: Turns | None) -> str:
         return ""
     high = max(2, bridge.cfg.d_vocab)
     prompts = [torch.randint(min(3, high - 1), high, (n,), generator=drawn).tolist() for n in _PROOF]
-    options = BatchOptions(
-        max_new_tokens=_PROOF_NEW, capture=(), stop_at_eos=False, eos_token_id=None,
-        sampling={"do_sample": False}, output_logits=True, verbose=False,
-    )  # fmt: skip
+    options = GenerationOptions(
+        max_new_tokens=_PROOF_NEW, stop_at_eos=False, do_sample=False, output_logits=True, verbose=False
+    )
     requests = [PackedRequest(i, prompt, Generation(len(prompt))) for i, prompt in enumerate(prompts)]
     with quiet_engine():
         try:
@@ -534,7 +520,7 @@ class _Batch:
         requests: Sequence[PackedRequest],
         edits: Mapping[HookPoint, Sequence[Edit]],
         captured: Sequence[HookPoint],
-        options: BatchOptions,
+        options: GenerationOptions,
         proof: bool = False,
         turns: Turns | None = None,
     ) -> None:
@@ -592,10 +578,8 @@ class _Batch:
 
     def _made_manager(self, config: GenerationConfig) -> ContinuousBatchingManager:
         core, options = self.bridge.core, self.options
-        given = {name: value for name, value in options.sampling.items() if value is not None}
-        unknown = config.update(**given)
-        if unknown:
-            raise TypeError(f"{', '.join(unknown)}: no argument of generate_batch, and no field of GenerationConfig")
+        sampling = {name: getattr(options, name) for name in ("do_sample", "top_k", "top_p", "temperature")}
+        config.update(**{name: value for name, value in sampling.items() if value is not None})
         ending = config.eos_token_id if options.eos_token_id is None else options.eos_token_id
         config.eos_token_id = -1 if ending is None or not options.stop_at_eos else ending
         config.max_new_tokens = options.max_new_tokens

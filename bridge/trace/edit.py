@@ -9,7 +9,7 @@ from typing import Any, NoReturn, overload
 import torch
 from torch import Tensor
 
-from bridge.hooks.context import CURRENT, Listener, RunsWithPass
+from bridge.hooks.context import CURRENT, HookFunction, Listener, RunsWithPass
 from bridge.hooks.hooks import HookPoint, checked, replaces_activation, version_of
 from bridge.hooks.names import Names
 from bridge.interventions.operations import Index
@@ -40,7 +40,7 @@ class BodyActivations:
 TraceBody = Callable[[BodyActivations], object]
 
 
-class Edit(Sequence[tuple[str, "Edit"]]):
+class Edit(Sequence[tuple[str, HookFunction]]):
     """A body as hooks: pairs of a hook point's name and a function, as `hooks` and `run_with_hooks` take them.
 
     The function is the edit itself. In each forward pass the body runs once, in step with the model, as in a trace.
@@ -68,10 +68,10 @@ class Edit(Sequence[tuple[str, "Edit"]]):
         return len(self.points)
 
     @overload
-    def __getitem__(self, index: int) -> tuple[str, Edit]: ...
+    def __getitem__(self, index: int) -> tuple[str, HookFunction]: ...
     @overload
-    def __getitem__(self, index: slice) -> Sequence[tuple[str, Edit]]: ...
-    def __getitem__(self, index: int | slice) -> tuple[str, Edit] | Sequence[tuple[str, Edit]]:
+    def __getitem__(self, index: slice) -> Sequence[tuple[str, HookFunction]]: ...
+    def __getitem__(self, index: int | slice) -> tuple[str, HookFunction] | Sequence[tuple[str, HookFunction]]:
         return [(point.name, self) for point in self.points][index]
 
     def find(self, name: str) -> HookPoint:

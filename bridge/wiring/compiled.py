@@ -241,7 +241,7 @@ class CheckpointedBlocks:
         attaches: attaches hooks.
     """
 
-    def __init__(self, modules: Sequence[Finder], attaches: AttachesListeners | None = None) -> None:
+    def __init__(self, modules: Sequence[Finder], attaches: AttachesListeners) -> None:
         #: By the path that leads to several of them, with their names there: to find each anew from the model took
         #: longer than a hook.
         self._inside: dict[str, list[tuple[str, Finder]]] = {}
@@ -270,7 +270,6 @@ class CheckpointedBlocks:
                         "(activation checkpointing) in an order in which nothing tells them apart: switch "
                         "checkpointing off"
                     )
-                assert self._attaches is not None
                 module.__dict__[_NAME] = _CheckpointFunction(own, finder, self._attaches)
                 self._prepared.append(module)
 
@@ -350,53 +349,54 @@ class PassBoundary(NotCopied):
     """The torch hooks that open and end a pass.
 
     Args:
-        modules: finds the modules whose call is a pass: the base model, and each stack of an encoder-decoder model.
+        modules: find the modules whose call is a pass: the base model, and each stack of an encoder-decoder model.
         blocks: what carries hooks into the blocks that backward computes again.
         forced_eager: keeps compiled code from running in place of the model.
         check: called when a pass begins that is no run of the bridge.
         unseen: says whether hooks of a ``with`` statement are attached that the present code does not see.
     """
 
+    #: Of the hooks; none in a copy, which does nothing.
+    _handles: Sequence[RemovableHandle] = ()
+
     def __init__(
         self,
-        modules: Sequence[Finder] = (),
-        blocks: CheckpointedBlocks | None = None,
-        forced_eager: ForcedEager | None = None,
-        check: Callable[[], None] | None = None,
-        unseen: Callable[[], bool] | None = None,
+        modules: Sequence[Finder],
+        blocks: CheckpointedBlocks,
+        forced_eager: ForcedEager,
+        check: Callable[[], None],
+        unseen: Callable[[], bool],
     ) -> None:
-        self._modules = modules
+        self._modules, self._blocks = modules, blocks
         self._forced_eager, self._check, self._unseen = forced_eager, check, unseen
-        self._blocks = CheckpointedBlocks(()) if blocks is None else blocks
-        self._handles: list[RemovableHandle] = []
+
+    def left_in_copy(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return PassBoundary.__new__, (PassBoundary,)
 
     def attach(self) -> None:
         """Begins to watch."""
-        for finder in self._modules:
-            module = finder.module
-            self._handles.append(module.register_forward_pre_hook(self.begin, prepend=True, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self.end, always_call=True))
-        if self._forced_eager is not None:
-            self._forced_eager.attach()
+        for module in [finder.module for finder in self._modules]:
+            begins = module.register_forward_pre_hook(self.begin, prepend=True, with_kwargs=True)
+            self._handles = (*self._handles, begins, module.register_forward_hook(self.end, always_call=True))
+        self._forced_eager.attach()
 
     def detach(self) -> None:
         """Ends it."""
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
-        if self._forced_eager is not None:
-            self._forced_eager.detach()
+        self._handles = ()
+        self._forced_eager.detach()
         self._blocks.release()
 
     def begin(self, module: nn.Module, args: tuple[object, ...], kwargs: Kwargs) -> None:
         """The forward pre-hook. A pass that this module opened before, or whose call is over, was left behind."""
+        if not self._handles:
+            return
         context = CURRENT.get()
         left = context.run is not None and (context.run.opened_by is module or context.run.is_left)
-        if self._handles and (context.run is None or left) and not is_of_batch(kwargs):
-            if self._check is not None:
-                self._check()
-            if self._unseen is not None:
-                refuse_streamers_thread(self._unseen)
+        if (context.run is None or left) and not is_of_batch(kwargs):
+            self._check()
+            refuse_streamers_thread(self._unseen)
             run = ForwardPass(module)
             run.frame = _frame_of_call()
             run.take_arguments(module, kwargs)
