@@ -232,21 +232,15 @@ class ModelConfig(LoadedModelFields):
 _TOLD_APART = ("model_name", "original_architecture", "device", "dtype", "n_params")
 
 
-class _Live:
+def _live(name: str) -> property:
     """A field of `ModelConfig` that is read from the model when it is asked for."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, cfg: ModelConfig | None, owner: type | None = None) -> object:
-        return self if cfg is None else cfg._now(self._name, cfg.__dict__[self._name])
-
-    def __set__(self, cfg: ModelConfig, value: object) -> None:
-        cfg.__dict__[self._name] = value
+    return property(
+        lambda cfg: cfg._now(name, cfg.__dict__[name]), lambda cfg, value: cfg.__dict__.update({name: value})
+    )
 
 
 for _field in ("d_vocab", "d_vocab_out", "normalization_type", "tie_word_embeddings", "processed"):
-    setattr(ModelConfig, _field, _Live(_field))
+    setattr(ModelConfig, _field, _live(_field))
 
 
 def act_fn_name(name: str | None) -> str | None:

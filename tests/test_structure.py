@@ -100,7 +100,6 @@ MUTABLE = {
     ("bridge/generation/batch.py", "_PROVED"): "what was found of each model that is there, and goes with it",
     ("bridge/generation/options.py", "_SAID"): "what was found of each model's rows, and goes with it",
     ("bridge/generation/batch.py", "_OWNERS"): "which models have a batch now, and in which thread",
-    ("bridge/generation/batch.py", "_CHANGED"): "says that one of them has none any more",
     ("bridge/generation/batch.py", "_TURN"): "held while a pass is under way that has a configuration say other things",
     (
         "bridge/programs/compiled.py",

@@ -84,12 +84,15 @@ class gathered(View):
     flat: bool = False
     identity = False
 
+    def _index(self, x: Tensor) -> Tensor:
+        return torch.tensor(self.rows[0] if self.flat else self.rows, device=x.device)
+
     def get(self, x: Tensor, call: Call) -> Tensor:
-        return x[..., torch.tensor(self.rows[0] if self.flat else self.rows, device=x.device)]
+        return x[..., self._index(x)]
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         whole = x.clone()
-        whole[..., torch.tensor(self.rows[0] if self.flat else self.rows, device=x.device)] = new
+        whole[..., self._index(x)] = new
         return whole
 
 

@@ -22,7 +22,8 @@ from torch.utils import _python_dispatch as dispatch
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.utils import ModelOutput
 
-from bridge.hooks.hooks import changed_in_place, version_of
+from bridge.hooks.context import Listener
+from bridge.hooks.hooks import HookPoint, changed_in_place, checked, version_of
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What torch keeps for each thread, kept apart for the two sides of a trace, which take turns on one thread.
@@ -418,6 +419,14 @@ class EditableCopy:
             if isinstance(leaf, Tensor) and (leaf.requires_grad or changed_in_place(leaf, version)):
                 return True
         return False
+
+
+_ASSIGNED = Listener("fwd", lambda act, hook: None)
+
+
+def assigned(value: object, old: Tensor, hook: HookPoint) -> Tensor:
+    """What a body has assigned, if it can take the place of the activation (see `checked`)."""
+    return checked(value, old, _ASSIGNED, hook)
 
 
 class LateEditGuard:

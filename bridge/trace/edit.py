@@ -9,13 +9,11 @@ from typing import Any, NoReturn, overload
 import torch
 from torch import Tensor
 
-from bridge.hooks.context import CURRENT, HookFunction, Listener, RunsWithPass
-from bridge.hooks.hooks import HookPoint, checked, replaces_activation, version_of
+from bridge.hooks.context import CURRENT, HookFunction, RunsWithPass
+from bridge.hooks.hooks import HookPoint, replaces_activation, version_of
 from bridge.hooks.names import Names
 from bridge.interventions.operations import Index
-from bridge.trace.coroutine import Coroutine, LateEditGuard, PointPassedError, mapped
-
-_ASSIGNED = Listener("fwd", lambda act, hook: None)
+from bridge.trace.coroutine import Coroutine, LateEditGuard, PointPassedError, assigned, mapped
 
 
 class BodyActivations:
@@ -104,11 +102,6 @@ class Edit(Sequence[tuple[str, HookFunction]]):
                 body.end()
             body = context.run.bodies[self] = BodyInStep(self, step)
         return body.visit(hook, act)
-
-
-def assigned(value: object, old: Tensor, hook: HookPoint) -> Tensor:
-    """What a body has assigned, if it can take the place of the activation (see `checked`)."""
-    return checked(value, old, _ASSIGNED, hook)
 
 
 class BodyInStep(RunsWithPass, BodyActivations):

@@ -23,11 +23,11 @@ from bridge.trace.coroutine import (
     Line,
     PointNeverCameError,
     PointPassedError,
+    assigned,
     calling_line,
     leaves,
     mapped,
 )
-from bridge.trace.edit import assigned
 from bridge.wiring.wiring import TraceOpenings, Wiring
 
 # ----------------------------------------------------------------------------------------------------------------------
