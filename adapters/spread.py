@@ -77,13 +77,10 @@ class Peers:
         except BaseException:
             self._compared(0, self.side.rank() + 1, name)
             raise
-        same, failed = self._compared(_checksum(made), 0, name)
-        self._raise(name, failed)
-        if not same:
-            raise DifferentEditsError(
-                f"what hooks made of {name} differs between the {self.side.size()} processes that share this model: "
-                "seed random numbers alike, and do the same on all"
-            )
+        self._check_same(_checksum(made), name, (
+            f"what hooks made of {name} differs between the {self.side.size()} processes that share this model: "
+            "seed random numbers alike, and do the same on all"
+        ))  # fmt: skip
         return made
 
     def meet(self, name: str) -> None:
@@ -95,19 +92,18 @@ class Peers:
         Raises:
             DifferentEditsError: the others look at another one, or at none.
         """
-        same, failed = self._compared(zlib.crc32(name.encode()), 0, name)
-        self._raise(name, failed)
-        if not same:
-            raise DifferentEditsError(
-                f"{name} is asked for here, and another hook point on other processes that share this model: do the "
-                "same on all"
-            )
+        self._check_same(zlib.crc32(name.encode()), name, (
+            f"{name} is asked for here, and another hook point on other processes that share this model: do the same "
+            "on all"
+        ))  # fmt: skip
 
-    def _raise(self, name: str, failed: int) -> None:
+    def _check_same(self, number: int, name: str, otherwise: str) -> None:
+        """Refuses that a number is another one on other processes, or that a hook failed on one."""
+        same, failed = self._compared(number, 0, name)
         if failed:
-            raise DifferentEditsError(
-                f"a hook at {name} failed on process {failed - 1} of {self.side.size()}, which says why"
-            )
+            otherwise = f"a hook at {name} failed on process {failed - 1} of {self.side.size()}, which says why"
+        if failed or not same:
+            raise DifferentEditsError(otherwise)
 
     def agree(self, numbers: list[int]) -> Callable[[], list[bool]]:
         """Asks whether each of some numbers is the same on all processes, all of which have to; the answer waits."""

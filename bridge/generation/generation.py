@@ -35,6 +35,7 @@ from bridge.generation.options import (
     check_return_type,
     decode,
     is_as_text,
+    of_prompt,
     prepared,
     prompt_of,
     rows_of,
@@ -514,31 +515,22 @@ def _stream(
 def _pieces(bridge: RunnableBridge, streamer: QueueStreamer, prompt: GenerationPrompt, as_text: bool) -> Iterator[Any]:
     """The stream of tokens as pieces of what the user asked for."""
     rows: list[TextPieces] = []
-    first = True
-    while True:
-        if not first:
-            streamer.asked.release()
-        first = False
-        value = streamer.queue.get()
+    while (value := streamer.queue.get()) is not _END:
         if isinstance(value, BaseException):
             raise value
-        if value is _END:
-            break
         tokens = value if value.ndim == 2 else value[:, None]
         if not as_text:
             yield tokens
-            continue
-        if not rows:
-            rows = [TextPieces(partial(decode, bridge)) for _ in tokens]
-            pieces = [row.add(ids.tolist()) for row, ids in zip(rows, rows_of(prompt, tokens), strict=True)]
         else:
-            pieces = [row.add(ids.tolist()) for row, ids in zip(rows, tokens, strict=True)]
-        if any(pieces):
-            yield pieces[0] if prompt.kind == "str" and len(pieces) == 1 else pieces
-    if as_text:
-        rest = [row.add([], last=True) for row in rows]
-        if any(rest):
-            yield rest[0] if prompt.kind == "str" and len(rest) == 1 else rest
+            new = tokens if rows else rows_of(prompt, tokens)
+            rows = rows or [TextPieces(partial(decode, bridge)) for _ in tokens]
+            pieces = [row.add(ids.tolist()) for row, ids in zip(rows, new, strict=True)]
+            if any(pieces):
+                yield of_prompt(pieces, prompt)
+        streamer.asked.release()
+    rest = [row.add([], last=True) for row in rows]
+    if any(rest):
+        yield of_prompt(rest, prompt)
 
 
 def in_pieces(pieces: Iterator[Piece], n: int | None) -> Iterator[Piece]:

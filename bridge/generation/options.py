@@ -287,7 +287,11 @@ def rows_of(prompt: GenerationPrompt, sequences: Int[Tensor, "batch pos"]) -> li
 
 def texts_of(bridge: RunnableBridge, rows: Sequence[Tensor], prompt: GenerationPrompt) -> str | list[str]:
     """The text of each row; of one text, its text alone."""
-    texts = [decode(bridge, row.tolist()) for row in rows]
+    return of_prompt([decode(bridge, row.tolist()) for row in rows], prompt)
+
+
+def of_prompt(texts: list[str], prompt: GenerationPrompt) -> str | list[str]:
+    """What was made of each row of a prompt; of one text, what was made of it."""
     return texts[0] if prompt.kind == "str" and len(texts) == 1 else texts
 
 

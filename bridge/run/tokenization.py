@@ -334,9 +334,9 @@ class TokenizerFacts:
         padded, masks = [], []
         for row in rows:
             gap = longest - len(row)
-            fill, ones, zeros = [self.pad] * gap, [1] * len(row), [0] * gap
-            padded.append([*fill, *row] if side == "left" else [*row, *fill])
-            masks.append([*zeros, *ones] if side == "left" else [*ones, *zeros])
+            before, behind = (gap, 0) if side == "left" else (0, gap)
+            padded.append([self.pad] * before + [*row] + [self.pad] * behind)
+            masks.append([0] * before + [1] * len(row) + [0] * behind)
         uneven = any(len(row) != longest for row in rows)
         tokens = torch.tensor(padded, dtype=torch.long).reshape(len(rows), longest)
         return Batch(tokens, torch.tensor(masks, dtype=torch.long) if uneven else None)

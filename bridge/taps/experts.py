@@ -17,6 +17,7 @@ from torch import Tensor
 from adapters.feed_forward import first_projection, gate_and_up, has_gate, joined, stacked, width
 from adapters.observe.observe import CHOICES, LINEAR_PRODUCTS
 from adapters.views import Args, Call, Kwargs
+from bridge.hooks.modules import with_element
 from bridge.sharing import SharedExperts
 from bridge.taps.taps import CallWatch, RunCall, Tap, TappedCall
 
@@ -293,4 +294,4 @@ class RouterWatch(CallWatch):
         chosen = output[place]
         everyone = chosen.new_zeros(*chosen.shape[:-1], self._n_experts).scatter(-1, indices, chosen)
         shown = self.shown.show("weights", everyone).gather(-1, indices)
-        return type(output)((*output[:place], shown, *output[place + 1 :]))
+        return with_element(output, place, shown)
