@@ -206,13 +206,14 @@ def taken_by(cls: type[nn.Module]) -> Takes:
     known = (each for each in list(parameters.values())[1:] if each.kind is each.POSITIONAL_OR_KEYWORD)
     needed = [each.name for each in known if each.default is each.empty and each.name != "input_ids"]
     main: str = getattr(cls, "main_input_name", "input_ids")
+    besides = tuple(name for name in needed if name != main)
     if main == "input_ids" or main not in parameters:
         return Takes("input_ids", None, tuple(needed))
     if {"decoder_input_ids", "encoder_outputs"} <= parameters.keys():
-        return Takes("decoder_input_ids", main, tuple(name for name in needed if name != main))
+        return Takes("decoder_input_ids", main, besides)
     if "input_ids" in parameters:  # text, with an image in it
         return Takes("input_ids", None, tuple(needed))
-    return Takes(None, main, tuple(name for name in needed if name != main))
+    return Takes(None, main, besides)
 
 
 def makes_decoder_tokens(core: nn.Module) -> bool:

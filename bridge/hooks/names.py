@@ -58,10 +58,7 @@ def act_name(
     name = _SHORT.get(name, name)
     part = _PARTS.get(layer_type or "", layer_type or "")
     stem = name.partition(".")[0]  # behind the dot, a basis
-    if not part and stem in _IN_ATTENTION:
-        part = "attn"
-    if not part and stem in _IN_MLP:
-        part = "mlp"
+    part = part or ("attn" if stem in _IN_ATTENTION else "mlp" if stem in _IN_MLP else "")
     if name in ("scale", "normalized") and not part and layer is None:
         part = "ln_final"
     pieces = [] if layer is None else [stack, layer if isinstance(layer, str) else str(index(layer))]

@@ -432,9 +432,9 @@ def to_tokens(
     longest = bridge.cfg.n_ctx if truncate else None
     if is_chat(input):
         tokens = _chat(bridge.tokenizer_facts.tokenizer, input, options.prepend_bos)[:, :longest]
-        return tokens.to(bridge.cfg.device) if move_to_device else tokens
-    texts = [input] if isinstance(input, str) else cast("Sequence[str]", input)
-    tokens = batch_of(bridge, texts, options._replace(longest=longest)).tokens
+    else:
+        texts = [input] if isinstance(input, str) else cast("Sequence[str]", input)
+        tokens = batch_of(bridge, texts, options._replace(longest=longest)).tokens
     return tokens.to(bridge.cfg.device) if move_to_device else tokens
 
 
