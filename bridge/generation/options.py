@@ -72,8 +72,8 @@ def prompt_of(
     bridge: RunnableBridge,
     input: Input,
     options: TextOptions,
-    mask: Shaped[Tensor, "batch pos"] | None = None,
-    more: Kwargs | None = None,
+    mask: Shaped[Tensor, "batch pos"] | None,
+    more: Kwargs | None,
 ) -> GenerationPrompt:
     """The prompt with padding where generation needs it: in front of a decoder's tokens, behind an encoder's.
 

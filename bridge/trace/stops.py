@@ -212,7 +212,7 @@ class Stops:
         late_edits: the values that were shown and that the model has used since.
     """
 
-    def __init__(self, wiring: Wiring, scope: Scope, places: ModelOrder, captured: Iterable[HookPoint] = ()) -> None:
+    def __init__(self, wiring: Wiring, scope: Scope, places: ModelOrder, captured: Iterable[HookPoint]) -> None:
         self._wiring, self._scope, self._places = wiring, scope, places
         self.captured = tuple(captured)
         self.here: Stop | None = None

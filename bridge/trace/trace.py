@@ -170,7 +170,7 @@ class Trace(InStep, Access):
         bridge: RunnableBridge,
         places: ModelOrder,
         asked: Request,
-        capture: Sequence[str] = (),
+        capture: Sequence[str],
     ) -> None:
         check_arguments(bridge, asked, _OURS)
         self._layers = checked_layers(bridge, asked.start_at_layer, asked.stop_at_layer)

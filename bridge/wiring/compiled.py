@@ -108,7 +108,7 @@ class ForcedEager(NotCopied):
         find: finds the model.
     """
 
-    def __init__(self, find: Finder | None = None) -> None:
+    def __init__(self, find: Finder) -> None:
         self._find = find
         self.original: Callable[..., Any] = nothing
         self._own: Callable[..., Any] | None = None
@@ -122,7 +122,6 @@ class ForcedEager(NotCopied):
 
     def attach(self) -> None:
         """Puts it there, unless that of another bridge around the model is there already."""
-        assert self._find is not None
         module = self._find.module
         with LOCK:  # a generation may begin where another thread's run ends
             there = module.__dict__.get("forward")
