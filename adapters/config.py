@@ -17,7 +17,7 @@ from adapters.feed_forward import MLP
 from adapters.imports import rotation_of
 from adapters.linear import input_device
 from adapters.mixers import Mixer
-from adapters.points import core_path, has_module, module_at, path_from
+from adapters.points import core_of, has_module, module_at, path_from
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The fields that several kinds of configuration have, with HookedTransformer's names and defaults, said once.
@@ -184,7 +184,7 @@ class ModelConfig(LoadedModelFields):
         path = self._vocabularies[which]
         if self._model is None or not path:
             return None
-        core = self._model.get_submodule(core_path(self._model))
+        core = core_of(self._model)
         return _rows(core.get_submodule(path)) if has_module(core, path) else None
 
     def _now(self, name: str, known: Any) -> object:
@@ -195,7 +195,7 @@ class ModelConfig(LoadedModelFields):
         if name == "normalization_type":
             return f"{known}Pre" if known in ("LN", "RMS") and self.processed.get("fold_ln") == "done" else known
         if name == "tie_word_embeddings":
-            return known if self._model is None else self._ties_now(self._model.get_submodule(core_path(self._model)))
+            return known if self._model is None else self._ties_now(core_of(self._model))
         rows = self._rows_at(("d_vocab", "d_vocab_out").index(name))
         return known if rows is None else rows
 
@@ -266,7 +266,7 @@ def is_language_part(model: nn.Module) -> bool:
     Args:
         model: the Hugging Face model, or what wraps it.
     """
-    config = config_of(model.get_submodule(core_path(model)))
+    config = config_of(core_of(model))
     return type(config.get_text_config()) is not type(config)
 
 

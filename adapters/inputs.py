@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from adapters.config import config_of, first
 from adapters.linear import input_device
-from adapters.points import core_path
+from adapters.points import core_of
 from adapters.views import Args, Kwargs
 from adapters.views.views import names_of
 
@@ -360,7 +360,7 @@ def sample_inputs(model: nn.Module, inputs: Given | None = None) -> dict[str, Te
     if device is None or device.type == "meta":
         raise CannotBeMade("it has no weights, and what plays which part is found in a run")
     config = config_of(model)
-    core = model.get_submodule(core_path(model))
+    core = core_of(model)
     vocabulary = getattr(config, "vocab_size", None) or getattr(config.get_text_config(), "vocab_size", None)
     vocabulary = 4 if vocabulary is None else int(vocabulary)  # of images or sound alone
     generator = torch.Generator().manual_seed(0)

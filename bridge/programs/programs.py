@@ -35,7 +35,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from adapters import imports as versions
 from adapters.imports import is_compiling
 from adapters.inputs import accepted_arguments, makes_decoder_tokens, past_of, takes, with_past_named
-from adapters.points import core_path
+from adapters.points import core_of
 from adapters.views import Kwargs
 from bridge import export as exporting
 from bridge.hooks.hooks import HookPoint
@@ -127,7 +127,7 @@ class Program(nn.Module):
     @property
     def core(self) -> PreTrainedModel:
         """The Hugging Face model among the module objects, without what wraps it (PEFT)."""
-        found = self.model.get_submodule(core_path(self.model))
+        found = core_of(self.model)
         assert isinstance(found, PreTrainedModel)
         return found
 

@@ -30,7 +30,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from adapters.points import Point, Site, base_path, core_path, has_module
+from adapters.points import Point, Site, base_path, core_of, core_path, has_module
 from adapters.spread import Layout, refuse_context_parallel
 from adapters.views import Branch
 from bridge.hooks.context import CURRENT, Listener, Scope, open_scope
@@ -82,7 +82,7 @@ class Wiring(AttachesListeners):
         super().__init__()
         self._model = Finder(model, "")
         self.points: dict[str, HookPoint] = {}
-        self.sharing = None if layout is None else Sharing(layout, self.points, model.get_submodule(core_path(model)))
+        self.sharing = None if layout is None else Sharing(layout, self.points, core_of(model))
         self.tapped: dict[str, str] = {}
         self.calls = CallCounter()
         self._sites: dict[Site, SiteHook] = {}
@@ -110,7 +110,7 @@ class Wiring(AttachesListeners):
             self._check_direct_call,
             self.has_unseen_hooks,
         )
-        self.embedding = TokenEmbedding(model.get_submodule(core_path(model)))
+        self.embedding = TokenEmbedding(core_of(model))
         self._blocks = [Finder(model, path) for path in blocks]
         self._lists = [Finder(model, path) for path in dict.fromkeys(path.rpartition(".")[0] for path in blocks)]
         inside = dict.fromkeys(hook.point.site.path for hook in self.points.values() if hook.point.stack)
