@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from tqdm.auto import tqdm
 from transformers import StoppingCriteriaList
 from transformers.generation import BaseStreamer
@@ -42,6 +41,7 @@ from bridge.generation.options import (
     tell_of_rows,
     texts_of,
 )
+from bridge.generation.packed import with_unseen_keys
 from bridge.hooks.arguments import check_positive
 from bridge.hooks.context import CURRENT, Generation, forward_pass
 from bridge.hooks.hooks import HookPoint
@@ -127,7 +127,7 @@ class StepRecorder(ActivationRecorder):
             elif keys > total:  # a cache of fixed size
                 act = act.narrow(axis, 0, total)
             elif keys < total:  # a window that has moved on
-                act = self._widen(act, axis, (total - keys, 0), hook)
+                act = with_unseen_keys(act, axis, (total - keys, 0), hook)
         if self.pos in axes and act.shape[axes.index(self.pos)] > self.new:  # of the past too (keys from a latent)
             axis = axes.index(self.pos)
             if act.shape[axis] < total and ".attn." not in hook.name:  # no window of keys
@@ -142,11 +142,6 @@ class StepRecorder(ActivationRecorder):
         self._parts.setdefault(hook, []).append(kept)
         if not self.seen:
             self._from_start.add(hook)
-
-    def _widen(self, act: Tensor, axis: int, by: tuple[int, int], hook: HookPoint) -> Tensor:
-        """Adds keys that no query of this step attends to."""
-        nothing = float("-inf") if hook.name.endswith("hook_attn_scores") else 0.0
-        return pad(act, (0, 0) * (act.ndim - 1 - axis) + by, value=nothing)
 
     def given_back(self, values: dict[str, Tensor], rows: BatchRows, behind: bool) -> dict[str, Tensor]:
         """The activations with each token where the user has it.
@@ -173,7 +168,7 @@ class StepRecorder(ActivationRecorder):
             return parts[-1]
         if {self.pos, self.key_pos} <= set(axes):
             key = axes.index(self.key_pos)
-            parts = [self._widen(part, key, (0, total - part.shape[key]), hook) for part in parts]
+            parts = [with_unseen_keys(part, key, (0, total - part.shape[key]), hook) for part in parts]
         whole = torch.cat(parts, dim=grows)
         if whole.shape[grows] != total:
             return f"was computed at {whole.shape[grows]} of {total} tokens"
