@@ -339,14 +339,14 @@ def generate_batch(
         request = PackedRequest(index, list(prompt), Generation(len(prompt)))
         request.error = _cannot(bridge, request.prompt, options.max_new_tokens)
         (good if request.error is None else failed).append(request)
-    if not good and turns is None:
-        return iter([_answer(bridge, request, [], ()) for request in failed])
-    refuse_context_parallel()
-    if sharing is not None:
-        sharing.check_alike([[hook.name for hook in (*edits, *captured)], prompts, options.max_new_tokens])
-    check_batches(bridge, turns)
-    if not good and turns is not None:
-        turns.end()
+    if good or turns is not None:
+        refuse_context_parallel()
+        if sharing is not None:
+            sharing.check_alike([[hook.name for hook in (*edits, *captured)], prompts, options.max_new_tokens])
+        check_batches(bridge, turns)
+    if not good:
+        if turns is not None:
+            turns.end()
         return iter([_answer(bridge, request, [], ()) for request in failed])
     answers = _answers(_Batch(bridge, good, edits, captured, options, turns=turns), failed)
     next(answers)  # from here on its end is seen to, whether or not it is gone through
@@ -644,7 +644,7 @@ class _Batch:
         again = not parts or runner.cache.use_prefix_sharing  # which no model with windows has
         with _TURN:
             begun = ForwardPass()
-            CURRENT.set(RunContext(frozenset((self.scope,)), run=begun))
+            self._set_run(begun)
             _leave_causal(batch)
             try:
                 if compiled is not None and again and not self.bridge.wiring.listening:
@@ -658,7 +658,7 @@ class _Batch:
             finally:
                 runner._compiled_varlen = compiled
                 begun.end()
-                CURRENT.set(RunContext(frozenset((self.scope,))))
+                self._set_run(None)
 
     def _update(
         self,
@@ -774,6 +774,10 @@ class _Batch:
         if request.error is None:
             request.error = error
 
+    def _set_run(self, run: ForwardPass | None) -> None:
+        """Says in which pass the functions are that are called from here on, in the engine's thread."""
+        CURRENT.set(RunContext(frozenset((self.scope,)), run=run))
+
     def _now(self) -> Packed:
         assert self._packed is not None
         return self._packed
@@ -819,7 +823,7 @@ class _Batch:
             part.request.started = True
         self._pass = ForwardPass()
         self._pass.gradients = False
-        CURRENT.set(RunContext(frozenset((self.scope,)), run=self._pass))
+        self._set_run(self._pass)
         self.feed()
         if self.others is not None:
             self.others.take(1)
@@ -851,7 +855,7 @@ class _Batch:
         assert self._pass is not None
         self._pass.end()
         self._pass = None
-        CURRENT.set(RunContext(frozenset((self.scope,))))
+        self._set_run(None)
         if output is None:  # it raised
             return None
         if self.others is not None:
