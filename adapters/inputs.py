@@ -206,14 +206,11 @@ def taken_by(cls: type[nn.Module]) -> Takes:
     known = (each for each in list(parameters.values())[1:] if each.kind is each.POSITIONAL_OR_KEYWORD)
     needed = [each.name for each in known if each.default is each.empty and each.name != "input_ids"]
     main: str = getattr(cls, "main_input_name", "input_ids")
-    besides = tuple(name for name in needed if name != main)
-    if main == "input_ids" or main not in parameters:
+    decodes = {"decoder_input_ids", "encoder_outputs"} <= parameters.keys()
+    with_text = "input_ids" in parameters and not decodes  # an image may be in it
+    if main == "input_ids" or main not in parameters or with_text:
         return Takes("input_ids", None, tuple(needed))
-    if {"decoder_input_ids", "encoder_outputs"} <= parameters.keys():
-        return Takes("decoder_input_ids", main, besides)
-    if "input_ids" in parameters:  # text, with an image in it
-        return Takes("input_ids", None, tuple(needed))
-    return Takes(None, main, besides)
+    return Takes("decoder_input_ids" if decodes else None, main, tuple(name for name in needed if name != main))
 
 
 def makes_decoder_tokens(core: nn.Module) -> bool:
@@ -450,10 +447,14 @@ def _image(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator)
     return None
 
 
-def _images(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
-    """``[batch, image, channel, height, width]``, one image in each row."""
-    image = _image(config, tokens, generator)
-    return None if image is None else image.unsqueeze(1)
+def _of_image(change: Callable[[Tensor], Tensor]) -> Make:
+    """What is made of an image in each row."""
+
+    def make(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
+        image = _image(config, tokens, generator)
+        return None if image is None else change(image)
+
+    return make
 
 
 def _tiles_in(config: PreTrainedConfig) -> int:
@@ -479,12 +480,6 @@ def _noise(shape: Callable[[PreTrainedConfig, Tensor], tuple[Any, ...]]) -> Make
         return None if None in sizes else torch.randn(tokens.shape[0], *sizes, generator=generator)
 
     return make
-
-
-def _frames(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
-    """``[batch, frame, channel, height, width]``, four frames in each row."""
-    image = _image(config, tokens, generator)
-    return None if image is None else torch.stack([image, image.flip(0), -image, image.flip(-1)], 1)
 
 
 def _spectrogram(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
@@ -556,12 +551,16 @@ _OF_TYPE: Mapping[tuple[str, str], Make] = {
             2 * config.downsample_factor * tokens.shape[1],
         )
     ),
-    ("idefics", "pixel_values"): _images,
+    # [batch, image, channel, height, width], one image in each row.
+    ("idefics", "pixel_values"): _of_image(lambda image: image.unsqueeze(1)),
     ("mllama", "pixel_values"): _tiles,
     ("mllama", "aspect_ratio_ids"): _ones(lambda config, tokens: (len(tokens), 1)),
     ("mllama", "aspect_ratio_mask"): _ones(lambda config, tokens: (len(tokens), 1, _tiles_in(config))),
     ("mllama", "cross_attention_mask"): _ones(lambda config, tokens: (*tokens.shape, 1, _tiles_in(config))),
-    ("instructblipvideo", "pixel_values"): _frames,
+    # [batch, frame, channel, height, width], four frames in each row.
+    ("instructblipvideo", "pixel_values"): _of_image(
+        lambda image: torch.stack([image, image.flip(0), -image, image.flip(-1)], 1)
+    ),
 }
 #: What else models need that their forward can be called without.
 _NEEDED_TOO: Mapping[str, tuple[str, ...]] = {
