@@ -182,12 +182,10 @@ class Weights:
     def _unembedding_bias(self, own: Get) -> Get:
         """The bias of the logits: of the output layer, and what the model adds behind it."""
         readout = self.architecture.readout
-        if readout.bias_of(self.core_model) is None:
-            return times(readout.factor_out, own)
+        scaled = times(readout.factor_out, own)
 
         def both() -> Tensor:
-            bias = own() * readout.factor_out
-            more = readout.bias_of(self.core_model)
+            bias, more = scaled(), readout.bias_of(self.core_model)
             return bias if more is None else bias + more.to(bias)
 
         return both
