@@ -47,7 +47,7 @@ from transformers.utils import CONFIG_NAME, cached_file
 
 from adapters import kept
 from adapters.sealed import sealed, unsealed
-from adapters.views import Call, Deferred
+from adapters.views import Call, Deferred, View
 from adapters.views.basis import InBasis, dense
 from bridge.bridge import TransformerBridge
 from bridge.engine import insides
@@ -561,7 +561,8 @@ class Engine:
         """What a hook point shows of what was captured: itself, its features, or what is computed from it."""
         hook = self.bridge.hook_dict[name]
         if isinstance(hook.view, InBasis):
-            return FeaturesLater(hook.view, seen[base_of(hook)][None])
+            encoded = InBasis(name, View(), hook.view.basis)  # of what was captured, which was seen already
+            return Deferred(encoded, seen[base_of(hook)][None], Call(torch.nn.Identity(), (), {}))
         return self._computed(name, seen) if name in self._kernels else seen[name]
 
     def _computed(self, name: str, seen: Mapping[str, Any]) -> Deferred:
@@ -576,26 +577,6 @@ class Engine:
         return DeferredAttention(point.view, attention, str(point.site.key), call, attention.versions(), True)
 
 
-class FeaturesLater(Deferred):
-    """Features of an activation, computed when they are asked for.
-
-    Args:
-        view: their basis.
-        x: the activation ``[1 pos ...]``.
-    """
-
-    __slots__ = ()
-
-    def __init__(self, view: InBasis, x: Tensor) -> None:
-        super().__init__(view, x, Call(torch.nn.Identity(), (), {}))
-
-    def value(self, name: str, rows: slice | Tensor | None = None) -> Tensor:
-        self.check(name)
-        assert isinstance(self.view, InBasis)
-        with torch.no_grad():
-            return dense(self.view.encode(self._at_site(rows)))
-
-
 class EngineActivations(Mapping[str, Tensor]):
     """What was captured of a request, by canonical name; scores and patterns are computed when they are asked for.
 
@@ -608,7 +589,7 @@ class EngineActivations(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         found = self._seen[name]
-        return found.value(name)[0] if isinstance(found, Deferred) else found
+        return dense(found.value(name))[0] if isinstance(found, Deferred) else found
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._seen)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from transformers import BertConfig, BertForMaskedLM, BertForPreTraining, T5Conf
 from adapters.points import base_path, core_path, join
 from bridge.hooks.arguments import check_choice
 from bridge.legacy.HookedTransformerConfig import ONLY_LOADED, HookedTransformerConfig
-from bridge.legacy.loading_from_pretrained import WithoutProcessing
+from bridge.legacy.running import LegacyModel, Made
 from bridge.run.inputs import Input
 from bridge.run.tokenization import as_tokens, texts_in
 
@@ -27,6 +28,73 @@ _BERT_FIXED = ONLY_LOADED | {"attn_only": False, "n_key_value_heads": None, "gat
 #: The parts of a HookedEncoder that are no blocks, by where their modules are: in BERT itself, or outside it.
 _INSIDE = {"embed": "embeddings", "pooler": "pooler"}
 _BESIDE = {"mlm_head": "cls.predictions.transform", "nsp_head": "cls.seq_relationship"}
+
+
+class WithoutProcessing(LegacyModel):
+    """`HookedEncoder` and `HookedEncoderDecoder`: no processing, and the tokenizer is used as it is.
+
+    Args:
+        cfg: a `HookedTransformerConfig` or its fields, for a model with random weights; or a Hugging Face model, which
+            is wrapped as it is.
+        tokenizer: for text; it is only read. None: the one that ``cfg.tokenizer_name`` names.
+        move_to_device: put a new model where ``cfg.device`` says.
+    """
+
+    #: The class to load; None: what the configuration's architecture says.
+    loads: Any = None
+
+    def __init__(self, cfg: Made, tokenizer: Any = None, move_to_device: bool = True) -> None:
+        model, tokenizer = self._make(cfg, tokenizer, move_to_device)
+        super().__init__(model)
+        self.tokenizer = tokenizer
+        if tokenizer is not None:
+            self.cfg.tokenizer_name = getattr(tokenizer, "name_or_path", None) or None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_name: str,
+        checkpoint_index: int | None = None,
+        checkpoint_value: int | None = None,
+        hf_model: nn.Module | None = None,
+        device: torch.device | str | None = None,
+        tokenizer: Any = None,
+        move_to_device: bool = True,
+        dtype: torch.dtype | str = torch.float32,
+        **from_pretrained_kwargs: Any,
+    ) -> Any:
+        """Loads a model."""
+        if hf_model is None and cls.loads is not None:
+            from_pretrained_kwargs.setdefault("model_class", cls.loads)
+        return cls._load(
+            model_name, hf_model=hf_model, tokenizer=tokenizer, device=device, move_to_device=move_to_device,
+            dtype=dtype, passed_on=from_pretrained_kwargs, checkpoint_index=checkpoint_index,
+            checkpoint_value=checkpoint_value,
+        )  # fmt: skip
+
+    @classmethod
+    def _fields(cls, config: HookedTransformerConfig, names: Mapping[str, str], fixed: Mapping[str, Any]) -> Any:
+        """A configuration's fields by Hugging Face's names."""
+        if config.d_vocab_out not in (config.d_vocab, -1, 0):
+            raise ValueError(f"d_vocab_out is {config.d_vocab_out}; {cls.__name__} has as many as d_vocab")
+        for name, allowed in fixed.items():
+            if getattr(config, name) != allowed:
+                raise ValueError(f"{name} is {getattr(config, name)!r}; in a {cls.__name__} it can only be {allowed!r}")
+        return {theirs: getattr(config, ours) for theirs, ours in names.items()}
+
+    @staticmethod
+    def _placed(model: nn.Module, config: HookedTransformerConfig, move_to_device: bool) -> nn.Module:
+        return model.eval().to(config.dtype).to(config.device if move_to_device else "cpu")
+
+    def tokens_and_mask(
+        self, input: str | Sequence[str], move_to_device: bool, truncate: bool
+    ) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, "batch pos"]]:
+        """Text as tokens, and their mask."""
+        longest = self.cfg.n_ctx if truncate else sys.maxsize
+        batch = self.batch_of([input] if isinstance(input, str) else input, longest=longest)
+        mask = torch.ones_like(batch.tokens) if batch.mask is None else batch.mask
+        device = self.cfg.device if move_to_device else "cpu"
+        return batch.tokens.to(device), mask.to(device)
 
 
 class _WithItsHeads:
