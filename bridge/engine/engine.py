@@ -117,6 +117,12 @@ class FromAnswers:
     make: Callable[..., Sequence[HookSpec]]
 
 
+#: Texts, or tokens.
+EnginePrompts = Sequence[str] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor
+#: The interventions of each, or what makes them.
+Each = Sequence[Sequence[HookSpec] | FromAnswers | None]
+
+
 class Engine:
     """A model in vLLM, whose requests have interventions and captures of their own at hook points.
 
@@ -254,8 +260,8 @@ class Engine:
         return [name for name in self._hooks if name not in self.refused]
 
     def generate(
-        self, prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor, max_new_tokens: int,
-        each: Sequence[Sequence[HookSpec] | FromAnswers | None] | None = None, capture: NamesFilter = (), *,
+        self, prompts: EnginePrompts, max_new_tokens: int,
+        each: Each | None = None, capture: NamesFilter = (), *,
         adapter_names: Sequence[str | None] | None = None, stop_at_eos: bool = True, prepend_bos: bool | None = None,
         verbose: bool = False, **sampling: Any,
     ) -> list[EngineAnswer]:  # fmt: skip
@@ -292,8 +298,8 @@ class Engine:
         return sorted(shown, key=lambda answer: (answer.index, answer.sample))
 
     def stream(
-        self, prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor, max_new_tokens: int,
-        each: Sequence[Sequence[HookSpec] | FromAnswers | None] | None = None, capture: NamesFilter = (), *,
+        self, prompts: EnginePrompts, max_new_tokens: int,
+        each: Each | None = None, capture: NamesFilter = (), *,
         adapter_names: Sequence[str | None] | None = None, steps: bool = False, stop_at_eos: bool = True,
         prepend_bos: bool | None = None, **sampling: Any,
     ) -> Iterator[EngineAnswer]:  # fmt: skip
@@ -321,8 +327,8 @@ class Engine:
         return self._in_order(asked, order, stop_at_eos, steps, **sampling)
 
     def requests(
-        self, prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor, max_new_tokens: int,
-        each: Sequence[Sequence[HookSpec] | FromAnswers | None] | None = None, capture: NamesFilter = (),
+        self, prompts: EnginePrompts, max_new_tokens: int,
+        each: Each | None = None, capture: NamesFilter = (),
         adapter_names: Sequence[str | None] | None = None, prepend_bos: bool | None = None,
     ) -> list[_Asked]:  # fmt: skip
         """Requests as they are checked and lowered; `generate` and `stream` do so themselves.

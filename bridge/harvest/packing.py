@@ -24,6 +24,8 @@ from bridge.harvest.fingerprint import HarvestError
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+#: An array of any kind of numbers.
+Array = np.ndarray[Any, np.dtype[Any]]
 #: One document: a text, or token ids.
 Document = str | np.ndarray[Any, np.dtype[np.int64]]
 
@@ -397,7 +399,7 @@ class SourceReader:
     def _cursor(self, place: tuple[int, int]) -> Cursor:
         return Cursor(*place, self._hash.hexdigest())
 
-    def _encoded(self, after: Cursor) -> Iterator[tuple[int, Document, np.ndarray[Any, np.dtype[Any]]]]:
+    def _encoded(self, after: Cursor) -> Iterator[tuple[int, Document, Array]]:
         """Documents with their numbers and token ids, the separator included."""
         documents = self.source.documents()
         self._skip(documents, after)
@@ -423,7 +425,7 @@ class SourceReader:
     def _sequences(self, after: Cursor) -> Iterator[tuple[Any, Any, Any, tuple[int, int]]]:
         """Each input: its tokens, their documents, their places in them, and the place in the source behind it."""
         room = self.tokens.context_size - (self.tokens.bos is not None)
-        parts: list[tuple[int, int, np.ndarray[Any, np.dtype[Any]], int]] = []
+        parts: list[tuple[int, int, Array, int]] = []
         held = 0
         offset, begin = after.offset, (after.documents, after.offset)
         for number, document, ids in self._encoded(after):
@@ -448,7 +450,7 @@ class SourceReader:
             yield self._sequence(parts, begin)
 
     def _sequence(
-        self, parts: list[tuple[int, int, np.ndarray[Any, np.dtype[Any]], int]], place: tuple[int, int]
+        self, parts: list[tuple[int, int, Array, int]], place: tuple[int, int]
     ) -> tuple[Any, Any, Any, tuple[int, int]]:
         tokens = [ids for _, _, ids, _ in parts]
         documents = [np.full(len(ids), number, np.int64) for number, _, ids, _ in parts]

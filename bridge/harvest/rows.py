@@ -23,7 +23,7 @@ from bridge.bases.bases import read_by
 from bridge.bridge import TransformerBridge
 from bridge.harvest.fingerprint import HarvestError, of_model
 from bridge.harvest.options import ChosenRows, HarvestOptions, TopPositions, choose
-from bridge.harvest.packing import ShardInput
+from bridge.harvest.packing import Array, ShardInput
 from bridge.hooks.context import HookFunction
 from bridge.hooks.hooks import HookPoint
 
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 #: Called with a hook point's name and its activation while the model runs.
 Take = Callable[[str, Tensor], None]
+#: Hook points, and what changes their activations.
+Changes = Sequence[tuple[str, HookFunction]]
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def run(
     tokens: Int[Tensor, "batch pos"],
     mask: Int[Tensor, "batch pos"] | None,
     points: Sequence[HookPoint],
-    interventions: Sequence[tuple[str, HookFunction]],
+    interventions: Changes,
     stop_at_layer: int | None,
     arguments: dict[str, Any],
     take: Take,
@@ -147,7 +149,7 @@ def run_engine(
     tokens: Int[Tensor, "batch pos"],
     mask: Int[Tensor, "batch pos"] | None,
     points: Sequence[HookPoint],
-    interventions: Sequence[tuple[str, HookFunction]],
+    interventions: Changes,
     take: Take,
 ) -> None:
     """The same by an engine, which pads nothing: each input is a request of its own.
@@ -240,6 +242,10 @@ class Harvested:
         )
 
 
+#: Whether, or to whom, it is shown how far a harvest is.
+Show = bool | Callable[[Progress], object]
+
+
 class Meter:
     """Counts, and shows.
 
@@ -250,7 +256,7 @@ class Meter:
         workers: how many work at a time.
     """
 
-    def __init__(self, show: bool | Callable[[Progress], object], total: int | None, before: int, workers: int) -> None:
+    def __init__(self, show: Show, total: int | None, before: int, workers: int) -> None:
         self._call = show if callable(show) else None
         self._bar = tqdm(unit="tok", unit_scale=True, desc="harvest") if show is True else None
         self.total, self.before, self.workers = total, before, workers
@@ -349,7 +355,7 @@ class Together:
         self.tell("done", report)
         return report
 
-    def follow(self, bridge: TransformerBridge, interventions: Sequence[tuple[str, HookFunction]]) -> Harvested:
+    def follow(self, bridge: TransformerBridge, interventions: Changes) -> Harvested:
         """Takes part in the first process's harvest, and returns what it made.
 
         Args:
@@ -381,7 +387,7 @@ class Together:
 
     @staticmethod
     def _run(
-        bridge: TransformerBridge, interventions: Sequence[tuple[str, HookFunction]], tokens: Tensor,
+        bridge: TransformerBridge, interventions: Changes, tokens: Tensor,
         mask: Tensor | None, points: Sequence[str], stop: int | None, arguments: dict[str, Any],
     ) -> None:  # fmt: skip
         hooks = [bridge.names.find(name) for name in points]
@@ -538,23 +544,24 @@ class RowMaker:
     ) -> None:
         self.bridge, self.options, self.batch_size, self._together = bridge, options, batch_size, together
         self._engine = engine
-        hooks = list(dict.fromkeys(bridge.names.find(name) for name in options.hook_points))
+        find = bridge.names.find
+        hooks = list(dict.fromkeys(find(name) for name in options.hook_points))
         self.points = [hook.name for hook in hooks]
         self._hooks = hooks
         self._places = {hook.name: RowAxes.of(hook) for hook in hooks}
         self._stop = stop_layer(bridge, hooks)
-        self._interventions = [(bridge.names.find(name).name, fn) for name, fn in options.interventions]
+        self._interventions = [(find(name).name, fn) for name, fn in options.interventions]
         self._check_interventions()
         if engine is not None:
             engine.check(self._interventions, self.points)
-        self._arguments = model_arguments(bridge, [*hooks, *(bridge.names.find(n) for n, _ in self._interventions)])
-        self._reduce = {bridge.names.find(name).name: how for name, how in options.reduce.items()}
+        self._arguments = model_arguments(bridge, [*hooks, *(find(n) for n, _ in self._interventions)])
+        self._reduce = {find(name).name: how for name, how in options.reduce.items()}
         unknown = [name for name in self._reduce if name not in self.points]
         if unknown:
             raise HarvestError(f"reduce names {', '.join(unknown)}, which hook_points does not")
         self._rows = options.rows
         if isinstance(self._rows, TopPositions):
-            point = bridge.names.find(self._rows.point).name
+            point = find(self._rows.point).name
             if point not in self.points:
                 raise HarvestError(f"rows looks at {point}, which hook_points does not name")
             self._rows = TopPositions(self._rows.k, point, self._rows.function)
@@ -636,7 +643,7 @@ class RowMaker:
             if made.num_rows:
                 yield made
 
-    def _batch(self, shard: ShardInput, chosen: np.ndarray[Any, np.dtype[Any]], starts: np.ndarray) -> pa.RecordBatch:
+    def _batch(self, shard: ShardInput, chosen: Array, starts: Array) -> pa.RecordBatch:
         lengths = shard.lengths[chosen]
         longest = int(lengths.max())
         # Where each token of each input stands in the shard; what pads an input is at its first token.

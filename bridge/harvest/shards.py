@@ -24,7 +24,7 @@ from adapters import kept
 from adapters.sealed import sealed, unsealed
 from bridge.harvest.fingerprint import HarvestError, WriteError, digest
 from bridge.harvest.options import FileFormat
-from bridge.harvest.packing import ShardInput
+from bridge.harvest.packing import Array, ShardInput
 from bridge.harvest.rows import ID_COLUMNS
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -703,7 +703,7 @@ class ShardFile:
         if self._map is not None:
             self._map.close()
 
-    def piece(self, index: int, columns: list[str]) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
+    def piece(self, index: int, columns: list[str]) -> dict[str, Array]:
         """Some columns of one piece, ``[row, ...]``.
 
         Args:
@@ -727,7 +727,7 @@ class ShardFile:
         return sum(self._reader.get_batch(i).num_rows for i in range(self.pieces))
 
 
-def to_numpy(array: pa.Array) -> np.ndarray[Any, np.dtype[Any]]:
+def to_numpy(array: pa.Array) -> Array:
     """A column as an array ``[row, ...]``, without a copy where its numbers are bytes as they are."""
     if isinstance(array, pa.ChunkedArray):
         array = array.combine_chunks()

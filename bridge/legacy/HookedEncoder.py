@@ -19,6 +19,8 @@ from bridge.legacy.running import LegacyModel, Made
 from bridge.run.inputs import Input
 from bridge.run.tokenization import as_tokens, texts_in
 
+#: Tokens, or a number that is said of each.
+Ids = Int[Tensor, "batch pos"]
 _BERT_NAMES = {
     "hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",
     "intermediate_size": "d_mlp", "hidden_act": "act_fn", "vocab_size": "d_vocab", "layer_norm_eps": "eps",
@@ -86,9 +88,7 @@ class WithoutProcessing(LegacyModel):
     def _placed(model: nn.Module, config: HookedTransformerConfig, move_to_device: bool) -> nn.Module:
         return model.eval().to(config.dtype).to(config.device if move_to_device else "cpu")
 
-    def tokens_and_mask(
-        self, input: str | Sequence[str], move_to_device: bool, truncate: bool
-    ) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, "batch pos"]]:
+    def tokens_and_mask(self, input: str | Sequence[str], move_to_device: bool, truncate: bool) -> tuple[Ids, Ids]:
         """Text as tokens, and their mask."""
         longest = self.cfg.n_ctx if truncate else sys.maxsize
         batch = self.batch_of([input] if isinstance(input, str) else input, longest=longest)
@@ -133,16 +133,16 @@ class HookedEncoder(WithoutProcessing):
 
     def to_tokens(  # type: ignore[override]
         self, input: str | Sequence[str], move_to_device: bool = True, truncate: bool = True
-    ) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, "batch pos"], Int[Tensor, "batch pos"]]:
+    ) -> tuple[Ids, Ids, Ids]:
         """Text as tokens, with what BERT takes in addition to them."""
         tokens, mask = self.tokens_and_mask(input, move_to_device, truncate)
         return tokens, torch.zeros_like(tokens), mask
 
     def encoder_output(
         self,
-        tokens: Int[Tensor, "batch pos"],
-        token_type_ids: Int[Tensor, "batch pos"] | None = None,
-        one_zero_attention_mask: Int[Tensor, "batch pos"] | None = None,
+        tokens: Ids,
+        token_type_ids: Ids | None = None,
+        one_zero_attention_mask: Ids | None = None,
     ) -> Float[Tensor, "batch pos d_model"]:
         """What the last block makes of tokens."""
         last = self.cfg.n_layers
@@ -152,8 +152,8 @@ class HookedEncoder(WithoutProcessing):
         self,
         input: Input,
         return_type: str | None = "logits",
-        token_type_ids: Int[Tensor, "batch pos"] | None = None,
-        one_zero_attention_mask: Int[Tensor, "batch pos"] | None = None,
+        token_type_ids: Ids | None = None,
+        one_zero_attention_mask: Ids | None = None,
         **kwargs: Any,
     ) -> Any:
         """Runs the model."""
@@ -221,9 +221,7 @@ class BertNextSentencePrediction:
             )
         self.model = model
 
-    def to_tokens(
-        self, input: list[str], move_to_device: bool = True, truncate: bool = True
-    ) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, "batch pos"], Int[Tensor, "batch pos"]]:
+    def to_tokens(self, input: list[str], move_to_device: bool = True, truncate: bool = True) -> tuple[Ids, Ids, Ids]:
         """Two sentences as one row of tokens."""
         if isinstance(input, str) or len(input) != 2:
             raise ValueError(f"the input is {input!r}; it must be a list of two sentences")
@@ -236,10 +234,10 @@ class BertNextSentencePrediction:
 
     def forward(
         self,
-        input: list[str] | Int[Tensor, "batch pos"],
+        input: list[str] | Ids,
         return_type: str | None = "logits",
-        token_type_ids: Int[Tensor, "batch pos"] | None = None,
-        one_zero_attention_mask: Int[Tensor, "batch pos"] | None = None,
+        token_type_ids: Ids | None = None,
+        one_zero_attention_mask: Ids | None = None,
     ) -> Float[Tensor, "batch 2"] | str | list[str] | None:
         """Runs the model."""
         return self._run(self.model.forward, input, return_type, token_type_ids, one_zero_attention_mask)[0]
@@ -248,10 +246,10 @@ class BertNextSentencePrediction:
 
     def run_with_cache(
         self,
-        input: list[str] | Int[Tensor, "batch pos"],
+        input: list[str] | Ids,
         return_type: str | None = "logits",
-        token_type_ids: Int[Tensor, "batch pos"] | None = None,
-        one_zero_attention_mask: Int[Tensor, "batch pos"] | None = None,
+        token_type_ids: Ids | None = None,
+        one_zero_attention_mask: Ids | None = None,
         **kwargs: Any,
     ) -> Any:
         """Runs the model and keeps activations."""
@@ -325,7 +323,7 @@ class HookedEncoderDecoder(WithoutProcessing):
 
     def to_tokens(  # type: ignore[override]
         self, input: str | Sequence[str], move_to_device: bool = True, truncate: bool = True
-    ) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, "batch pos"]]:
+    ) -> tuple[Ids, Ids]:
         """Text as the encoder's tokens, and their mask."""
         return self.tokens_and_mask(input, move_to_device, truncate)
 
@@ -334,7 +332,7 @@ class HookedEncoderDecoder(WithoutProcessing):
         input: Input,
         decoder_input: Int[Tensor, "batch decoder_pos"] | list[list[int]] | None = None,
         return_type: str | None = "logits",
-        one_zero_attention_mask: Int[Tensor, "batch pos"] | None = None,
+        one_zero_attention_mask: Ids | None = None,
         **kwargs: Any,
     ) -> Any:
         """Runs the model."""
@@ -347,7 +345,7 @@ class HookedEncoderDecoder(WithoutProcessing):
     def generate(  # type: ignore[override]
         self,
         input: Input = "",
-        one_zero_attention_mask: Int[Tensor, "batch pos"] | None = None,
+        one_zero_attention_mask: Ids | None = None,
         max_new_tokens: int = 10,
         **more: Any,
     ) -> Any:

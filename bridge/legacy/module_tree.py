@@ -397,9 +397,7 @@ class Blocks(nn.ModuleList):
         else:
             super().__setattr__(name, value)
 
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        """The same as an assignment."""
-        setattr(self, name, module)
+    add_module = HoldsParameters.add_module  # type: ignore[assignment]
 
     def refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         """What would change their number.

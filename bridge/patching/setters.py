@@ -442,12 +442,8 @@ class PatchStep:
         return lambda activation: self._patched(activation, start)
 
     def _patched(self, activation: Tensor, start: int) -> Tensor | None:
-        region = self.region
-        if region is None or not start:
-            return self.setter(activation, list(self.place), self.clean)
-        if activation.shape[1 + region.pos] == self.clean.shape[1 + region.pos]:  # keys and values made from latents
-            return self.setter(
-                activation, list(self.place), self.clean
-            )  # are made for all positions, those before `start` too
-        place, clean = from_position(region, self.place, self.clean, start)
+        region, place, clean = self.region, list(self.place), self.clean
+        # Keys and values made from latents are made for all positions, those before `start` too.
+        if start and region is not None and activation.shape[1 + region.pos] != clean.shape[1 + region.pos]:
+            place, clean = from_position(region, place, clean, start)
         return self.setter(activation, place, clean)
