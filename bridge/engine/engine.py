@@ -52,7 +52,7 @@ from adapters.views.basis import InBasis, dense
 from bridge.bridge import TransformerBridge
 from bridge.engine import insides
 from bridge.engine.proof import MOST_LIKELY, EngineProof, engine_point, rows_like, seen_in_order
-from bridge.engine.tables import EngineEdit, EnginePlace, base_of, lower, packed
+from bridge.engine.tables import EngineEdit, EnginePlace, base_of, fit, lower, packed
 from bridge.generation.batch import prompts_of
 from bridge.generation.options import decode
 from bridge.hooks.arguments import check_positive
@@ -452,7 +452,7 @@ class Engine:
         checked = Interventions([(hook.name, fn) for hook, fn in pairs], self.bridge)
         lowered = [(hook, fn) for (hook, _), (_, fn) in zip(pairs, checked, strict=True)]
         edit = lower(lowered, self._places, self._rank, self._order, self._probes)
-        if any(len(site.codes) > self._rows for site in edit.sites):
+        if not fit([edit], self._rows):
             raise ValueError(f"one request needs more rows than there are ({self._rows}): Engine(rows=)")
         return edit
 
@@ -517,16 +517,13 @@ class Engine:
     def _turns(self, asked: Sequence[_Asked]) -> Iterator[list[_Asked]]:
         """Requests in turns whose different edits the tables have room for together."""
         turn: list[_Asked] = []
-        used: dict[int, int] = {}
-        seen: set[str] = set()
+        edits: dict[str, EngineEdit] = {}
         for request in asked:
-            new = request.edit.sites if request.edit.key not in seen else ()
-            if any(used.get(site.site, 0) + len(site.codes) > self._rows for site in new):
+            edit = request.edit
+            if edit.key not in edits and not fit([*edits.values(), edit], self._rows):
                 yield turn
-                turn, used, seen, new = [], {}, set(), request.edit.sites
-            for site in new:
-                used[site.site] = used.get(site.site, 0) + len(site.codes)
-            seen.add(request.edit.key)
+                turn, edits = [], {}
+            edits[edit.key] = edit
             turn.append(request)
         yield turn
 

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save as bytes_of
 from torch import Tensor, nn
 
+from adapters.views import Args, Kwargs
 from bridge.engine import insides
 from bridge.engine.tables import SiteRows, unpacked
 
@@ -72,13 +73,13 @@ class EngineSite:
         found: Tensor = getattr(self.module, f"{self.tag}_{name}")
         return found
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def _before(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
         if args:
             return (self._seen(args[0]), *args[1:]), kwargs
         name = self.key if isinstance(self.key, str) else next(iter(kwargs))
         return args, {**kwargs, name: self._seen(kwargs[name])}
 
-    def _after(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+    def _after(self, module: nn.Module, args: Args, out: Any) -> Any:
         if isinstance(out, Tensor):
             return self._seen(out)
         place = self.key if isinstance(self.key, int) else 0

@@ -17,6 +17,7 @@ from torch.overrides import BaseTorchFunctionMode
 
 from adapters.imports import HfExporter, get_exporter_class
 from adapters.observe.observe import Watch
+from adapters.views import Args
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ def _any_size(value: object) -> dict[int, object] | None:
 class ForExecutorch(Watch):
     """While it is active, tensors are split by slices, and GELU by tanh is computed step by step."""
 
-    def call(self, func: AnyFunction, args: tuple[Any, ...], kwargs: Example) -> Any:
+    def call(self, func: AnyFunction, args: Args, kwargs: Example) -> Any:
         return _IN_OTHER_WORDS.get(func, func)(*args, **kwargs)
 
 

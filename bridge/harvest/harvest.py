@@ -71,7 +71,7 @@ from bridge.harvest.rows import (
     default_batch_size,
     together_of,
 )
-from bridge.harvest.shards import Folder, Manifest, ShardRecord
+from bridge.harvest.shards import Data, Folder, Manifest, ShardRecord
 from bridge.loading.loading import ModelFiles, tokenizer_of
 from bridge.version import __version__
 
@@ -231,7 +231,7 @@ def harvest(
 
 def _harvested(
     spec: ModelSource, asked: HarvestOptions, source: DocumentSource, tokenizer: Any, prepend_bos: bool | None,
-    folder: Folder, quick: dict[str, Any], pool: WorkerPool | None,
+    folder: Folder, quick: Data, pool: WorkerPool | None,
     progress: Show, together: Together | InTurns | None, checksums: bool,
 ) -> Harvested:  # fmt: skip
     """What `harvest` does in the process that writes."""
@@ -367,7 +367,7 @@ def _tokenizer(spec: ModelSource) -> Any:
 
 def _manifest(
     ran: VLLMEngine | None, bridge: TransformerBridge, maker: RowMaker, options: HarvestOptions, batch_size: int,
-    device: str, quick: dict[str, Any], source: DocumentSource,
+    device: str, quick: Data, source: DocumentSource,
 ) -> Manifest:  # fmt: skip
     return Manifest(
         # An engine's bridge has no weights; and its rows are not put beside those of a run, which differ in rounding.

@@ -18,6 +18,7 @@ from jaxtyping import Int
 from torch import Tensor
 from tqdm import tqdm
 
+from adapters.views import Kwargs
 from adapters.views.basis import InBasis, dense
 from bridge.bases.bases import read_by
 from bridge.bridge import TransformerBridge
@@ -97,10 +98,10 @@ def stop_layer(bridge: TransformerBridge, points: Sequence[HookPoint]) -> int | 
     return int(deepest) + 1
 
 
-def model_arguments(bridge: TransformerBridge, points: Sequence[HookPoint]) -> dict[str, Any]:
+def model_arguments(bridge: TransformerBridge, points: Sequence[HookPoint]) -> Kwargs:
     """What spares a model work that no hook point needs: keys and values kept, logits of every position."""
     known = inspect.signature(type(bridge.core).forward).parameters
-    wanted: dict[str, Any] = {"use_cache": False} if "use_cache" in known else {}
+    wanted: Kwargs = {"use_cache": False} if "use_cache" in known else {}
     if "logits_to_keep" in known and not any(point.name.startswith("unembed") for point in points):
         wanted["logits_to_keep"] = 1
     return wanted
@@ -113,7 +114,7 @@ def run(
     points: Sequence[HookPoint],
     interventions: Changes,
     stop_at_layer: int | None,
-    arguments: dict[str, Any],
+    arguments: Kwargs,
     take: Take,
 ) -> None:
     """Runs the model as far as it is needed, and hands over each activation as it comes.
@@ -388,7 +389,7 @@ class Together:
     @staticmethod
     def _run(
         bridge: TransformerBridge, interventions: Changes, tokens: Tensor,
-        mask: Tensor | None, points: Sequence[str], stop: int | None, arguments: dict[str, Any],
+        mask: Tensor | None, points: Sequence[str], stop: int | None, arguments: Kwargs,
     ) -> None:  # fmt: skip
         hooks = [bridge.names.find(name) for name in points]
         edits = [(bridge.names.find(name).name, fn) for name, fn in interventions]
@@ -421,7 +422,7 @@ class InTurns:
 
     @contextmanager
     def passing(
-        self, tokens: Tensor, mask: Tensor | None, points: Sequence[str], stop: int | None, arguments: dict[str, Any]
+        self, tokens: Tensor, mask: Tensor | None, points: Sequence[str], stop: int | None, arguments: Kwargs
     ) -> Iterator[None]:
         """Around one run of the model, which all make."""
         self._turns.take(self._whole if stop is None else 1 + stop)

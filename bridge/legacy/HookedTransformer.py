@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import bridge.legacy.loading_from_pretrained as loading
 from adapters.observe.observe import Watch, evaluating
 from adapters.points import join
+from adapters.views import Args, Kwargs
 from bridge.bridge import TransformerBridge
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.loading_from_pretrained import (
@@ -331,7 +332,7 @@ def _same(a: nn.Module, b: nn.Module) -> bool:
 class _NothingIsDrawn(Watch):
     """While a model is made whose matrices `init_weights` draws at once: they are left empty, and biases are zero."""
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         if func.__name__ not in ("normal_", "uniform_", "kaiming_uniform_"):  # of tensors, and of torch.nn.init
             return func(*args, **kwargs)
         tensor = args[0] if args else kwargs["tensor"]
@@ -339,10 +340,10 @@ class _NothingIsDrawn(Watch):
             return tensor.zero_() if tensor.ndim == 1 else tensor
 
 
-def one_layer_model(cfg: Any, fields: dict[str, Any], *more: Any, **kwargs: Any) -> HookedTransformer:
+def one_layer_model(cfg: Any, fields: Kwargs, *more: Any, **kwargs: Any) -> HookedTransformer:
     """A model around a part that is made from a configuration."""
     config = HookedTransformerConfig.unwrap(cfg)
     length = kwargs.get("length", more[0] if more and "normalization_type" in fields else None)
-    changes = {"n_layers": 1, "tokenizer_name": None, "d_vocab": max(config.d_vocab, 1), "seed": None} | fields
+    changes: Kwargs = {"n_layers": 1, "tokenizer_name": None, "d_vocab": max(config.d_vocab, 1), "seed": None} | fields
     changes |= {"d_vocab_out": max(config.d_vocab_out, 1)} | ({"d_model": length} if isinstance(length, int) else {})
     return HookedTransformer(replace(config, **changes))

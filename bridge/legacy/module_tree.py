@@ -17,7 +17,7 @@ from adapters import ModelMap, Weights
 from adapters.config import ModelConfig
 from adapters.inputs import PAST, text_alone
 from adapters.points import Point, base_path, core_path, join
-from adapters.views import Call, View
+from adapters.views import Args, Call, Kwargs, View
 from bridge.bridge import TransformerBridge
 from bridge.hooks.arguments import check_choice
 from bridge.hooks.context import CURRENT, Listener, Scope, forward_pass, without_hooks
@@ -38,6 +38,10 @@ from weight_processing.saving import untie
 # ----------------------------------------------------------------------------------------------------------------------
 # A model's parameters in its tree of parts: Hugging Face's own, under HookedTransformer's names.
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+#: What a module is saved or copied as, by name.
+State = dict[str, Any]
 
 
 class PartParameters(MutableMapping[str, Any]):
@@ -106,7 +110,7 @@ class HoldsParameters:
         """The same as an assignment."""
         setattr(self, name, module)
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: State, prefix: str, keep_vars: bool) -> None:
         self.own_state()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, *args: Any) -> None:
@@ -190,7 +194,7 @@ class Part(HoldsParameters, nn.Module):
 
     #: Where it is in a model that is made for it, and what that model's configuration says.
     at: ClassVar[str] = ""
-    fields: ClassVar[dict[str, Any]] = {}
+    fields: ClassVar[Kwargs] = {}
     #: The model that it belongs to, and its name there, such as ``blocks.0.attn``.
     host: ModuleTree
     name: str
@@ -211,7 +215,7 @@ class Part(HoldsParameters, nn.Module):
         part.__setstate__({"host": host, "name": name})
         return part
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> State:
         if "forward" in self.__dict__:
             raise TypeError(
                 f"{self.name}.forward is a function of yours, which a copy of the model would share with this one: "
@@ -219,13 +223,13 @@ class Part(HoldsParameters, nn.Module):
             )
         return {key: self.__dict__[key] for key in ("host", "name", "given") if key in self.__dict__}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: State) -> None:
         nn.Module.__init__(self)
         self._belong(state)
         # The model of a copy may not be there in full yet; it will take what it finds here.
         self.host.__dict__.setdefault("parts", {})[self.name] = self
 
-    def _belong(self, state: dict[str, Any]) -> None:
+    def _belong(self, state: State) -> None:
         self.__dict__.update(state, _parameters=PartParameters(state["host"], state["name"], {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -320,7 +324,7 @@ class Part(HoldsParameters, nn.Module):
 
     # What torch asks of a module.
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: State, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in self.host.own_weights.get(self.name, ()):
             weight = getattr(self, name)
@@ -476,7 +480,7 @@ class ReplacedForward(InForwardsPlace):
         return out if isinstance(made[-1], Tensor) else type(made[-1])((out, *made[-1][1:]))
 
     @torch.no_grad()
-    def _without(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _without(self, args: Args, kwargs: Kwargs) -> Any:
         """What the module returns, where the user's module does not call it and knows nothing of what follows the
         first tensor."""
         return self.inner(*args, **{key: value for key, value in kwargs.items() if key not in _CACHES})
@@ -706,7 +710,7 @@ class ModuleTree(HoldsParameters, TransformerBridge, ListsHooks):
         """How many ``with`` statements of hooks are open where it is asked for."""
         return len(CURRENT.get().visible - {None})
 
-    def points_of_run(self, names: NamesFilter | AnyHookPoint, forward_kwargs: dict[str, Any]) -> list[AnyHookPoint]:
+    def points_of_run(self, names: NamesFilter | AnyHookPoint, forward_kwargs: Kwargs) -> list[AnyHookPoint]:
         """The chosen hook points that lie in the layers that run: the others do not fire, as in HookedTransformer."""
         return points_that_run(self, self.select_hooks(names), forward_kwargs)
 
@@ -1180,7 +1184,7 @@ class ModuleTree(HoldsParameters, TransformerBridge, ListsHooks):
         """All modules by name."""
         return {name: module for name, module in self.named_modules() if name}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> State:
         state = super().__getstate__()
         for name in ("parts", "own_weights", "parameter_names", "calls", "spliced", "gave_way"):
             state.pop(name)
@@ -1196,7 +1200,7 @@ class ModuleTree(HoldsParameters, TransformerBridge, ListsHooks):
         state["_parameters"] = self.__dict__["_parameters"].own
         return state
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: State) -> None:
         put_in, given = state.pop("put_in"), state.pop("given")
         super().__setstate__(state)
         for name, (parameters, buffers) in given.items():

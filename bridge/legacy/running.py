@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from adapters.config import ModelConfig
+from adapters.views import Args, Kwargs
 from bridge.generation.options import inferred_mask
 from bridge.hooks.context import Scope, open_scope
 from bridge.hooks.hooks import HookPoint
@@ -69,7 +70,7 @@ class LegacyModel(ModuleTree):
         device: torch.device | str | None,
         move_to_device: bool,
         dtype: torch.dtype | str,
-        passed_on: dict[str, Any],
+        passed_on: Kwargs,
         n_devices: int = 1,
         processing: bool = False,
         **loading: Any,
@@ -140,7 +141,7 @@ class LegacyModel(ModuleTree):
             self._check_positions(shortformer_pos_embed, attention_mask)
         if tokens is not None and start_at_layer is None:
             raise ValueError("tokens are for start_at_layer; without it the input holds them")
-        layers: dict[str, Any] = {"start_at_layer": start_at_layer, "stop_at_layer": stop_at_layer}
+        layers: Kwargs = {"start_at_layer": start_at_layer, "stop_at_layer": stop_at_layer}
         wants_loss = return_type in ("loss", "both") and stop_at_layer is None
         if past_kv_cache is None and (tokens is None or not wants_loss):
             if attention_mask is None and start_at_layer is None:
@@ -248,7 +249,7 @@ class LegacyModel(ModuleTree):
         return_type: str | None,
         mask: Tensor | None,
         cache: HookedTransformerKeyValueCache,
-        kwargs: dict[str, Any],
+        kwargs: Kwargs,
     ) -> Any:
         """A run after earlier tokens. The cache is changed at its end only."""
         start, _ = check_layers(kwargs["start_at_layer"], kwargs["stop_at_layer"], self.cfg.n_layers)
@@ -335,7 +336,7 @@ class LegacyModel(ModuleTree):
         """The level that hooks get which outlast their run: that of the ``with`` statement that keeps them."""
         return self.context_level
 
-    def _named(self, model_args: tuple[Any, ...]) -> dict[str, Any]:
+    def _named(self, model_args: Args) -> Kwargs:
         found = inspect.signature(self.forward).parameters
         if any(each.kind is each.VAR_POSITIONAL for each in found.values()):  # of a class of the user's
             found = inspect.signature(LegacyModel.forward.__get__(self)).parameters
@@ -377,7 +378,7 @@ class LegacyModel(ModuleTree):
                     more["attention_mask"] = inferred_mask(self, as_tokens(input), own, more)  # in which it may be BOS
                 more.setdefault("pad_token_id", own)
         sampled = do_sample and temperature > 0
-        sampling: dict[str, Any] = {"num_beams": 1, "repetition_penalty": 1.0, "do_sample": sampled}
+        sampling: Kwargs = {"num_beams": 1, "repetition_penalty": 1.0, "do_sample": sampled}
         if sampled:
             drawn_from = {"top_k": 0 if top_k is None else top_k, "top_p": 1.0 if top_p is None else top_p}
             # HookedTransformer subtracts the penalty behind the division by the temperature, and when it samples only
