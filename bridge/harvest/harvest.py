@@ -35,7 +35,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -378,7 +378,7 @@ def _manifest(
         },
         tokenizer=quick["tokenizer"],
         options=options.describe(maker.points, batch_size, device),
-        versions={"transformer-bridge": __version__, **{name: version(name) for name in _COMPUTES}},
+        versions={"transformer-bridge": __version__, **{name: import_module(name).__version__ for name in _COMPUTES}},
         source={"description": source.description, "identity": source.identity, "end": None},
         quick=quick,
     )
