@@ -59,18 +59,7 @@ from bridge.harvest.options import (
     special_id,
 )
 from bridge.harvest.packing import START, Cursor, DocumentSource, ShardInput, SourceReader, Tokenization, as_source
-from bridge.harvest.rows import (
-    Changes,
-    Harvested,
-    InTurns,
-    Meter,
-    Progress,
-    RowMaker,
-    Show,
-    Together,
-    default_batch_size,
-    together_of,
-)
+from bridge.harvest.rows import Changes, Harvested, InTurns, Meter, Progress, RowMaker, Show, Together, together_of
 from bridge.harvest.shards import Data, Folder, Manifest, ShardRecord
 from bridge.loading.loading import ModelFiles, tokenizer_of
 from bridge.version import __version__
@@ -246,7 +235,7 @@ def _harvested(
         kind = "cuda" if gpus else torch.device(bridge.cfg.device).type if spec.engine is None else spec.engine.device
         batch_size = asked.batch_size
         if batch_size is None:
-            batch_size = default_batch_size(asked.tokens.context_size, kind)
+            batch_size = asked.usual_batch_size(kind)
             if manifest is not None:
                 batch_size = int(manifest.options.get("batch_size", batch_size))
         bos = bos_id(tokenizer, prepend_bos, bridge.cfg.default_prepend_bos)

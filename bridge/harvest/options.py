@@ -224,6 +224,10 @@ class HarvestOptions:
     batch_size: int | None
     format: FileFormat
 
+    def usual_batch_size(self, device: str) -> int:
+        """Inputs in one forward pass: about 4,096 tokens on a CPU, 32,768 elsewhere."""
+        return max(1, (4096 if device == "cpu" else 32768) // self.tokens.context_size)
+
     def describe(self, points: Sequence[str], batch_size: int, device: str) -> dict[str, Any]:
         """Plain data that differs when the rows would.
 

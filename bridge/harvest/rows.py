@@ -503,11 +503,6 @@ def column(tensor: Tensor) -> pa.Array:
     return found
 
 
-def default_batch_size(context_size: int, device: str) -> int:
-    """Inputs in one forward pass: about 4,096 tokens on a CPU, 32,768 elsewhere."""
-    return max(1, (4096 if device == "cpu" else 32768) // context_size)
-
-
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory has run out."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):

@@ -15,14 +15,6 @@ from adapters.points import join
 from adapters.views import Args, Kwargs
 from bridge.bridge import TransformerBridge
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
-from bridge.legacy.loading_from_pretrained import (
-    as_type,
-    copied_tokenizer,
-    get_official_model_name,
-    load_own_format,
-    own_format,
-    starts_with_bos,
-)
 from bridge.legacy.running import TRANSFORMS, LegacyModel, Made
 from bridge.legacy.table import named
 from bridge.legacy.utilities import draw
@@ -145,15 +137,15 @@ class HookedTransformer(LegacyModel):
         if first_n_layers is not None and hf_model is not None:
             raise ValueError("first_n_layers is for a model that is loaded, and hf_model is loaded already")
         steps = (fold_ln, center_writing_weights, center_unembed, refactor_factored_attn_matrices, fold_value_biases)
-        own = own_format(get_official_model_name(model_name), from_pretrained_kwargs)
+        own = loading.own_format(loading.get_official_model_name(model_name), from_pretrained_kwargs)
         if own is not None and hf_model is None:
             config = loading.get_pretrained_model_config(
-                model_name, device=device, dtype=as_type(dtype), first_n_layers=first_n_layers,
+                model_name, device=device, dtype=loading.as_type(dtype), first_n_layers=first_n_layers,
                 default_prepend_bos=default_prepend_bos, checkpoint_index=checkpoint_index,
                 checkpoint_value=checkpoint_value, n_ctx=n_ctx, **own.hub,
             )  # fmt: skip
             bridge: Any = cls(config, tokenizer, move_to_device, default_padding_side)
-            load_own_format(bridge, own, config)
+            loading.load_own_format(bridge, own, config)
             bridge.process_weights_(*steps)
             return bridge
         bridge = cls._load(
@@ -175,7 +167,7 @@ class HookedTransformer(LegacyModel):
             cfg.n_ctx = n_ctx
         if bridge.tokenizer is not None and default_padding_side != "right":
             bridge.set_tokenizer(bridge.tokenizer, default_padding_side)
-        cfg.default_prepend_bos = starts_with_bos(cfg, default_prepend_bos)
+        cfg.default_prepend_bos = loading.starts_with_bos(cfg, default_prepend_bos)
         if any(steps):
             bridge.process_weights_(*steps)
         return bridge
@@ -198,7 +190,7 @@ class HookedTransformer(LegacyModel):
 
     def set_tokenizer(self, tokenizer: Any, default_padding_side: Side = "right") -> None:
         """Gives the model a copy of a tokenizer, which pads and starts texts with EOS where it has no token for it."""
-        self.tokenizer = tokenizer = copied_tokenizer(tokenizer, default_padding_side)
+        self.tokenizer = tokenizer = loading.copied_tokenizer(tokenizer, default_padding_side)
         self.cfg.tokenizer_name = tokenizer.name_or_path or None
         self.cfg.tokenizer_prepends_bos = self.tokenizer_facts.adds_bos
 
