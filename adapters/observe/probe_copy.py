@@ -233,9 +233,9 @@ def trivial_parameters(model: nn.Module) -> list[str]:
 
 
 def _is_trivial(p: Tensor) -> bool:
-    """Whether all elements are the first: of most parameters the second is not."""
+    """Whether all elements are the first: of most parameters the second is not. A scalar may be one or zero by chance."""
     plain = type(p) in (nn.Parameter, Tensor) or isinstance(p, DTensor)
-    if not plain or not p.is_floating_point() or p.numel() < 2:
+    if not plain or not p.is_floating_point() or p.numel() == 0:
         return False
     p = whole(p).flatten()
     return all(bool((x == x[0]).all()) for x in (p[:2], p))

@@ -524,37 +524,54 @@ class FewTokens(Watch):
         return func(args[0], args[1][:: self._step], None if bias is None else bias[:: self._step])
 
 
-def few_tokens(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> AbstractContextManager[object]:
-    """A ``with`` statement in which runs return the logits of some tokens alone, where there are many.
+def few_tokens(bridge: Bridge, step: int) -> AbstractContextManager[object]:
+    """A ``with`` statement in which runs return each how-many-th token's logits alone.
 
     It is for what compares two runs: of a large vocabulary, nearly all of their time would be spent in the output
-    layer. On a CPU alone: a model may look for tokens that are left out, which no other device survives.
+    layer.
+
+    Args:
+        bridge: the bridge, or one of a probe copy of its model.
+        step: what `step_of_tokens` said of the model; 1: all tokens.
+    """
+    layer = _output_layer(bridge) if step > 1 else None
+    return nullcontext() if layer is None else FewTokens(layer, step)
+
+
+def _output_layer(bridge: Bridge) -> nn.Linear | None:
+    model, readout = bridge.original_model, bridge.architecture.readout
+    path = path_from(model, "." + readout.path)
+    layer = model.get_submodule(path) if readout.path and has_module(model, path) else None
+    return layer if type(layer) is nn.Linear else None
+
+
+def step_of_tokens(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> int:
+    """Each how-many-th token's logits are enough where two runs are compared; 1: all are needed, or there are few.
+
+    On a CPU alone: a model may look for tokens that are left out, which no other device survives.
 
     Args:
         bridge: the bridge.
         tokens, more: what the model is tried on.
     """
-    model, readout = bridge.original_model, bridge.architecture.readout
-    path = path_from(model, "." + readout.path)
-    layer = model.get_submodule(path) if readout.path and has_module(model, path) else None
-    plain = model is bridge.core and bridge.layout is None and not readout.bias and not is_moved(model)
-    if not plain or type(layer) is not nn.Linear or layer.out_features < 4 * _TOKENS:
-        return nullcontext()
+    model, layer = bridge.original_model, _output_layer(bridge)
+    plain = model is bridge.core and bridge.layout is None and not bridge.architecture.readout.bias
+    if layer is None or not plain or is_moved(model) or layer.out_features < 4 * _TOKENS:
+        return 1
     if layer.weight.device.type != "cpu":
-        return nullcontext()
+        return 1
     step = layer.out_features // _TOKENS
-    few = FewTokens(layer, step)
     try:
         with torch.no_grad():
             right = bridge.run_with_hooks(tokens, fwd_hooks=[], **more)[..., ::step]
-            with few:
+            with few_tokens(bridge, step):
                 found = bridge.run_with_hooks(tokens, fwd_hooks=[], **more)
         # Others, where the model puts something in the place of the logits of some tokens, by their numbers.
         same = torch.allclose(found, right, rtol=0.02, atol=0.02 * float(right.abs().median()))
     except WRONG as error:  # the model looks at the logits of all tokens
         one_line(error)
-        return nullcontext()
-    return few if same else nullcontext()
+        return 1
+    return step if same else 1
 
 
 #: The activations that `randomized_run` replaces by random numbers, by the ends of their names, and their size.

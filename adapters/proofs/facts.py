@@ -452,17 +452,18 @@ def prove_weights(
         evidence: a run.
         findings: what is found is added to it.
         weights: which ones; None: those that the declaration makes.
-        of_each_kind: in the first block of each kind that is declared, not in all of them.
+        of_each_kind: in the first block of each kind that is declared, not in all of them: of the same modules, too.
     """
     findings.claim(WEIGHTS)
     bridge = evidence.bridge
     weights = weights or Weights(bridge.architecture, bridge.original_model, bridge.cfg)
     findings.attempt(WEIGHTS, partial(_embedded, evidence, findings, weights))
-    seen: list[tuple[str, NamedStep]] = []
+    seen: list[tuple[str, NamedStep, str]] = []
     for place in evidence.places():
-        if of_each_kind and (place.stack.name, place.named) in seen:
+        kind = (place.stack.name, place.named, str(module_at(bridge.original_model, place.path)))
+        if of_each_kind and kind in seen:
             continue
-        seen.append((place.stack.name, place.named))
+        seen.append(kind)
         part = place.named.step.part
         proof = _Layer(evidence, findings, weights, place)
         if isinstance(part, Attention):

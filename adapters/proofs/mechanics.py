@@ -28,6 +28,7 @@ from adapters.proofs.evidence import (
     few_logits,
     few_tokens,
     places_of,
+    step_of_tokens,
 )
 from adapters.views import Kwargs, transformed
 from adapters.weights import Weights
@@ -73,11 +74,16 @@ class Mechanics:
         """Runs the model without hooks, if that has not been done yet."""
         return self.plain
 
+    @cached_property
+    def step(self) -> int:
+        """Each how-many-th token's logits are enough to compare two runs."""
+        return step_of_tokens(self.bridge, self.tokens, self.more)
+
     @contextmanager
     def of_few_tokens(self) -> Iterator[None]:
         """The logits are those of some tokens meanwhile, where there are many."""
         whole = self.plain
-        with few_tokens(self.bridge, self.tokens, self.more):
+        with few_tokens(self.bridge, self.step):
             del self.plain
             self.run_plain()
             yield

@@ -199,7 +199,7 @@ def _report(bridge: Bridge, tokens: Tensor | None, level: Level | Literal["decla
             mechanics = Mechanics(bridge, tokens, more, tolerance(bridge.cfg.dtype))
             report.checks += mechanics.declared() if level == "declared" else mechanics.quick()
         if report.passed:  # what does not fire cannot be looked at
-            report.checks += _proofs(bridge, level, inputs)
+            report.checks += _proofs(bridge, level, inputs, mechanics.step if level == "full" else 1)
             if level == "full":
                 with torch.no_grad():
                     report.checks += mechanics.full()
@@ -209,11 +209,11 @@ def _report(bridge: Bridge, tokens: Tensor | None, level: Level | Literal["decla
     return report
 
 
-def _proofs(bridge: Bridge, level: str, inputs: Given | None) -> list[Check]:
+def _proofs(bridge: Bridge, level: str, inputs: Given | None, step: int) -> list[Check]:
     """The claims of the declaration, on the model or on its probe copy."""
     why, half = _why_probe_copy(bridge), _is_half(bridge)
     with _tried_on(bridge, why) as subject:
-        return [*_proofs_on(subject, level, inputs, half=half), *_proved_on(bridge, why)]
+        return [*_proofs_on(subject, level, inputs, step, half=half), *_proved_on(bridge, why)]
 
 
 @contextmanager
@@ -227,7 +227,7 @@ def _tried_on(bridge: Bridge, why: Collection[str]) -> Iterator[Bridge]:
         yield bridge.rewrapped(copied)
 
 
-def _proofs_on(subject: Bridge, level: str, inputs: Given | None, *, half: bool) -> list[Check]:
+def _proofs_on(subject: Bridge, level: str, inputs: Given | None, step: int, *, half: bool) -> list[Check]:
     findings = Findings(tolerance(subject.cfg.dtype), 3e-2 if half else 1e-4, subject.not_offered)
     pos = _length(subject, level)
     rows = max(2, min(subject.cfg.n_heads, 8))  # a gradient for each head, so many at a time
@@ -242,20 +242,21 @@ def _proofs_on(subject: Bridge, level: str, inputs: Given | None, *, half: bool)
     for claim, prove in _PROOFS:
         findings.attempt(claim, partial(prove, evidence, findings))
     declared = level == "declared"
-    findings.attempt(WEIGHTS, lambda: prove_weights(evidence, findings, of_each_kind=declared))
+    findings.attempt(WEIGHTS, lambda: prove_weights(evidence, findings, of_each_kind=level != "full"))
     one_row = lambda: Evidence(subject, *some_tokens(subject, 1, 5 if declared else pos, 1, inputs))
     ran = evidence if subject.cfg.num_experts else one_row()
     findings.attempt(LEFT_OUT, lambda: prove_coverage(ran, findings))
     if level in ("full", "inferred") and not tokens.is_floating_point():
-        _prove_long(subject, 2 if level == "full" else 1, inputs, findings)
-        if may_take(subject.core, "attention_mask"):  # padding among images and sound is the model's own business
-            _prove_padded(subject, *some_tokens(subject, 2, pos, 1, inputs), findings)
-        else:
-            findings.inconclusive(PATTERN, "padding: it takes no attention_mask")
+        with few_tokens(subject, step):
+            _prove_long(subject, 2 if level == "full" else 1, inputs, findings)
+            if may_take(subject.core, "attention_mask"):  # padding among images and sound is the model's own business
+                _prove_padded(subject, *some_tokens(subject, 2, pos, 1, inputs), findings)
+            else:
+                findings.inconclusive(PATTERN, "padding: it takes no attention_mask")
     if level == "full":
         tokens, more = some_tokens(subject, rows, pos, 1, inputs)
         findings.attempt(COLUMNS, lambda: prove_projections(with_graph(subject, tokens, more), findings))
-        slopes = Slopes(subject, list(subject.hook_dict), some_tokens(subject, 2, 5, 3, inputs), findings)
+        slopes = Slopes(subject, list(subject.hook_dict), some_tokens(subject, 2, 5, 3, inputs), findings, step)
         findings.attempt(SLOPES, slopes.prove)
     else:
         findings.attempt(COLUMNS, lambda: prove_choices(evidence, findings))
@@ -266,8 +267,7 @@ def _prove_long(bridge: Bridge, rows: int, inputs: Given | None, findings: Findi
     """Proves the same of a longer text, where positions may count in another way."""
     pos = _FAR if bridge.cfg.n_ctx is None else min(_FAR, bridge.cfg.n_ctx)
     try:
-        with few_tokens(bridge, *some_tokens(bridge, 1, 5, 4, inputs)):
-            evidence = randomized_run(bridge, *some_tokens(bridge, rows, pos, 4, inputs))
+        evidence = randomized_run(bridge, *some_tokens(bridge, rows, pos, 4, inputs))
     except WRONG as error:
         if why := _why_not_run(bridge, *some_tokens(bridge, rows, pos, 4, inputs)):
             findings.inconclusive(SCORES, f"texts of {pos} tokens: {why}")
@@ -289,8 +289,7 @@ def _prove_padded(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor], findi
     """Proves attention where the first row begins with padding, if the model can be told so."""
     padded = more | _padded(tokens)
     try:
-        with few_tokens(bridge, tokens, more):
-            evidence = randomized_run(bridge, tokens, padded)
+        evidence = randomized_run(bridge, tokens, padded)
     except WRONG as error:
         if why := _why_not_run(bridge, tokens, padded):  # a run of its own, for few models
             findings.inconclusive(PATTERN, f"padding: it takes no attention_mask of two axes ({why})")
@@ -423,7 +422,7 @@ class Proof:
                 if any(check.wrong for check in self._slopes):  # what is left, as `verify` tries it
                     given = arguments_of(self.bridge.core, *some_tokens(self.bridge, 2, 5, 3, self._given))
                     self._moved(list(self.bridge.hook_dict), given)
-            checks += [*_proofs(self.bridge, "inferred", self._given), *self._slopes]
+            checks += [*_proofs(self.bridge, "inferred", self._given, self.mechanics.step), *self._slopes]
         found: dict[str, str] = {}
         for check in checks:
             for place, seen in check.wrong:
@@ -508,7 +507,7 @@ class Proof:
         if why and why_no_probe_copy(self.bridge.original_model):
             return set()
         with _tried_on(self.bridge, why) as subject:
-            slopes = Slopes(subject, names, split(subject.core, few), findings)
+            slopes = Slopes(subject, names, split(subject.core, few), findings, self.mechanics.step)
             findings.attempt(SLOPES, slopes.prove)
         self._slopes += findings.checks()
         return slopes.moved

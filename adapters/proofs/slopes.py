@@ -21,8 +21,11 @@ SLOPES = "the gradient at a hook point is the slope of an edit there"
 _SIZES = (2e-3, 4e-4, 1e-4)
 #: What a slope may differ by from what the gradient says, relative to that.
 _NEAR = 0.1
-#: How many rows are in one run, each with edits at some of the points; and where each has one edit.
-_ROWS, _ROWS_ALONE = 12, 24
+#: How many rows are in one run at most.
+_ROWS = 24
+#: Edits are tried together in so many groups at least, each of so many points at most, of which none moves the logits
+#: by so many times as much as another: what is wrong of one would be lost among what others are rounded by.
+_GROUPS, _TOGETHER, _ALIKE = 6, 127, 4
 #: How many times the last digit of a logit a sum of them may be off by.
 _ROUNDED = 30
 #: What stands for infinity.
@@ -39,18 +42,22 @@ class Slopes:
     Args:
         bridge: the bridge.
         names: its hook points; those that have no slope are left out.
-        given: what to run, the input and what goes with it: few, as runs have many rows.
+        given: what to run, the input and what goes with it: few, as runs have many rows. The first row is edited.
         findings: what is found is added to it.
+        step: each how-many-th token's logits are looked at.
 
     Attributes:
         moved: those of which it was seen that an edit moves the logits.
     """
 
     def __init__(
-        self, bridge: Bridge, names: Sequence[str], given: tuple[Tensor, dict[str, Tensor]], findings: Findings
-    ) -> None:
-        self.bridge, self.names, self.findings = bridge, names, findings
-        self.given = arguments_of(bridge.core, *given)
+        self, bridge: Bridge, names: Sequence[str], given: tuple[Tensor, dict[str, Tensor]], findings: Findings,
+        step: int,
+    ) -> None:  # fmt: skip
+        self.bridge, self.names, self.findings, self.step = bridge, names, findings, step
+        arguments = arguments_of(bridge.core, *given)
+        rows = {len(x) if x.ndim else 0 for x in arguments.values()}  # patches of images are no rows
+        self.given = {name: x[:1] for name, x in arguments.items()} if len(rows) == 1 and rows != {0} else arguments
         self.moved: set[str] = set()
         self._gradients: dict[str, Tensor] = {}
         self._activations: dict[str, Tensor] = {}
@@ -58,7 +65,7 @@ class Slopes:
     def prove(self) -> None:
         """Looks at all of them."""
         self.findings.claim(SLOPES)
-        with few_tokens(self.bridge, *split(self.bridge.core, self.given)):
+        with few_tokens(self.bridge, self.step):
             self._prove_rows()
 
     def _prove_rows(self) -> None:
@@ -81,21 +88,28 @@ class Slopes:
             one_line(error)
             self.findings.inconclusive(SLOPES, f"the model itself has no gradient: {why}")
             return
-        # Those whose edits move it alike are tried together: none is lost among larger ones.
-        moves = {name: self._moves(name) for name in names if name in self._activations}
-        moved = sorted((name for name in moves if moves[name]), key=lambda name: moves[name])
-        still = [name for name in moves if not moves[name]]
-        most = min(_ROWS, max(_ROWS // 2, len(moved) // 50))
         with torch.no_grad():
-            alone = self._apart([*_shared_out(moved, most), *_shared_out(still, 2)])
-            for start in range(0, len(alone), _ROWS_ALONE):
-                self._alone(alone[start : start + _ROWS_ALONE])
+            alone = self._apart(self._alike([name for name in names if name in self._activations]))
+            for start in range(0, len(alone), _ROWS):
+                self._alone(alone[start : start + _ROWS])
+
+    def _alike(self, names: list[str]) -> list[Sequence[str]]:
+        """Groups of those of which an edit in the first row moves it by about as much; by nothing, in two of them."""
+        moves = {name: self._moves(name) for name in names}
+        moved = sorted((name for name in names if moves[name]), key=lambda name: moves[name])
+        most = max(1, min(_TOGETHER, len(moved) // _GROUPS))
+        groups: list[list[str]] = []
+        for name in moved:
+            if not groups or len(groups[-1]) >= most or moves[name] > _ALIKE * moves[groups[-1][0]]:
+                groups.append([])
+            groups[-1].append(name)
+        return [*groups, *_shared_out([name for name in names if not moves[name]], 2)]
 
     def _apart(self, groups: list[Sequence[str]]) -> list[Sequence[str]]:
         """Those that are off by themselves: of a group that is, each is tried. (In smaller ones errors may cancel.)"""
         alone: list[Sequence[str]] = []
         while groups:
-            some, groups = groups[:_ROWS_ALONE], groups[_ROWS_ALONE:]
+            some, groups = groups[:_ROWS], groups[_ROWS:]
             for group, (off, told) in zip(some, self._off(some, _SIZES[0]), strict=True):
                 if off:
                     parts = _shared_out(group, len(group))
@@ -158,12 +172,12 @@ class Slopes:
         rows = logits.double()
         return (rows.where(rows.abs() < _LARGE, 0) * weights.to(rows.device)).flatten(1).sum(-1)
 
-    def _direction(self, name: str, row: int) -> Tensor:
+    def _direction(self, name: str) -> Tensor:
         """Where a point is moved to: along its gradient, and anywhere.
 
         Each vector moves by its own size: the stream of a trained model is a thousand times larger at its first token.
         """
-        x, gradient = (each[row] for each in (self._activations[name], self._gradient(name)))
+        x, gradient = self._activations[name][0], self._gradient(name)[0]
         there = torch.isfinite(x)
         size = x.where(there, 0).double().norm(dim=-1, keepdim=True)
         noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(x.device)
@@ -173,9 +187,9 @@ class Slopes:
     def _gradient(self, name: str) -> Tensor:
         return self._gradients.get(name, torch.zeros_like(self._activations[name]))
 
-    def _moves(self, name: str, row: int = 0) -> float:
+    def _moves(self, name: str) -> float:
         """What an edit of the size of the activation moves the sum by, as the gradient says."""
-        return float((self._gradient(name)[row].double() * self._direction(name, row)).sum())
+        return float((self._gradient(name)[0].double() * self._direction(name)).sum())
 
     def _off(self, groups: Sequence[Sequence[str]], size: float) -> list[tuple[float, bool]]:
         """For each group of edits, what the sum moves by besides what gradients say, relative to one; 0: nothing.
@@ -189,26 +203,23 @@ class Slopes:
         one: list[float] = []
         said: list[float] = []
         for row, group in enumerate(groups):
-            moves = {name: self._moves(name, row % count) for name in group}
+            moves = {name: self._moves(name) for name in group}
             one.append(size * min(moves.values()) / len(group) ** 0.5)
             said.append(0.0)
             # To both sides, and not alike: what is wrong at several points does not cancel.
             shares = torch.rand(len(group), generator=torch.Generator().manual_seed(4)).tolist()
             for place, (name, move) in enumerate(moves.items()):
                 share = (1 + shares[place]) * (-1) ** place
-                edits[name] = (
-                    row,
-                    self._direction(name, row % count) * (one[row] / move if one[row] else size) * share,
-                )
+                edits[name] = (row * count, self._direction(name) * (one[row] / move if one[row] else size) * share)
                 said[row] += one[row] * share
-        times = -(-len(groups) // count)
-        tokens, more = split(self.bridge.core, repeated(self.given, 2 * times))
-        hooks = [(list(edits), _adding(edits, times * count))]
-        up, down = self.bridge.run_with_hooks(tokens, fwd_hooks=hooks, **more).split(times * count)
+        tokens, more = split(self.bridge.core, repeated(self.given, 2 * len(groups)))
+        hooks = [(list(edits), _adding(edits, len(groups) * count))]
+        both = self.bridge.run_with_hooks(tokens, fwd_hooks=hooks, **more)[::count]
+        up, down = both.split(len(groups))
         # What the last digits of the logits make of the sum.
         sizes = up.double().where(up.abs() < _LARGE, 0).flatten(1).norm(dim=-1).tolist()
         found = []
-        for row, moved in enumerate(((self._sum(up) - self._sum(down)) / 2).tolist()[: len(groups)]):
+        for row, moved in enumerate(((self._sum(up) - self._sum(down)) / 2).tolist()):
             differs = moved - said[row]
             rounding = _ROUNDED * torch.finfo(up.dtype).eps * sizes[row]
             off = abs(differs) > _NEAR * one[row] + rounding

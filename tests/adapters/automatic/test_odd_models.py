@@ -262,10 +262,10 @@ def test_a_sink_that_a_layer_makes_for_each_query_is_named() -> None:
 class Learned(nn.Module):
     """An MLP with a factor that is learned: of its result, or of its neurons before their activation function."""
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: str, alpha: float) -> None:
         super().__init__()
         self.up, self.act, self.down = nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 16)
-        self.alpha, self.place = nn.Parameter(torch.tensor(0.73)), place
+        self.alpha, self.place = nn.Parameter(torch.tensor(alpha)), place
 
     def forward(self, x: Tensor) -> Tensor:
         factor = {"exponential": self.alpha.exp(), "block": 1.0}.get(self.place, self.alpha)
@@ -275,9 +275,9 @@ class Learned(nn.Module):
 
 
 class WithLearned(nn.Module):
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: str, alpha: float) -> None:
         super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(16), Learned(place)
+        self.norm, self.mlp = nn.LayerNorm(16), Learned(place, alpha)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.mlp(self.norm(x))
@@ -285,10 +285,10 @@ class WithLearned(nn.Module):
 
 
 class Stacked(nn.Module):
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: str, alpha: float) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(60, 16), nn.Linear(16, 60, bias=False)
-        self.blocks, self.norm = nn.ModuleList(WithLearned(place) for _ in range(2)), nn.LayerNorm(16)
+        self.blocks, self.norm = nn.ModuleList(WithLearned(place, alpha) for _ in range(2)), nn.LayerNorm(16)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -297,12 +297,13 @@ class Stacked(nn.Module):
         return self.head(self.norm(x))
 
 
+@pytest.mark.parametrize("alpha", [0.73, 1.0])
 @pytest.mark.parametrize("place", ["result", "exponential", "block", "neurons"])
 @torch.no_grad()
-def test_a_factor_that_is_learned_is_no_constant(place: str) -> None:
-    """What adds up when the model is wrapped adds up when it was trained."""
+def test_a_factor_that_is_learned_is_no_constant(place: str, alpha: float) -> None:
+    """What adds up when the model is wrapped adds up when it was trained; also where training begins with no factor."""
     torch.manual_seed(0)
-    model = Stacked(place).eval()
+    model = Stacked(place, alpha - (place == "exponential" and alpha == 1)).eval()
     bridge = TransformerBridge(model, cache_declaration=False)
     assert isinstance(bridge.architecture.stack.block.steps[0].part, MLP) == (place != "exponential")
     assert ("cfg.act_fn" in bridge.offered().not_offered) == (place == "neurons")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from adapters.proofs.evidence import FewTokens, few_tokens
+from adapters.proofs.evidence import few_tokens, step_of_tokens
 from adapters.proofs.mechanics import Mechanics
 from adapters.proofs.slopes import SLOPES
 from bridge import TransformerBridge
@@ -23,8 +23,8 @@ MANY = 9000
 def test_they_are_the_model_s_own(kind: str, rows: int) -> None:
     bridge = TransformerBridge(tiny_model(kind, vocab_size=MANY))
     whole = bridge(TOKENS)
-    with few_tokens(bridge, TOKENS, {}) as few:
-        assert isinstance(few, FewTokens)
+    assert step_of_tokens(bridge, TOKENS, {}) == rows
+    with few_tokens(bridge, rows):
         torch.testing.assert_close(bridge(TOKENS), whole[..., ::rows])
     assert torch.equal(bridge(TOKENS), whole)
     mechanics = Mechanics(bridge, TOKENS, {}, 1e-4)
@@ -44,7 +44,7 @@ def test_where_there_are_few_or_the_model_looks_at_all_nothing_is_done() -> None
 
     for model in (tiny_model("llama"), tiny_model("bart", "seq2seq", vocab_size=MANY), looks):
         bridge = TransformerBridge(model)
-        assert not isinstance(few_tokens(bridge, TOKENS, {}), FewTokens)
+        assert step_of_tokens(bridge, TOKENS, {}) == 1
 
 
 def test_a_model_that_knows_tokens_by_their_numbers() -> None:
@@ -57,13 +57,13 @@ def test_a_model_that_knows_tokens_by_their_numbers() -> None:
         output.logits[..., :1125] = torch.finfo(output.logits.dtype).min
         return output
 
-    assert not isinstance(few_tokens(TransformerBridge(model), TOKENS, {}), FewTokens)
+    assert step_of_tokens(TransformerBridge(model), TOKENS, {}) == 1
 
 
 def test_an_accelerator_is_given_no_number_that_is_too_large() -> None:
     """A token's number behind the last of some is an error on a CPU; a GPU is lost to the process with it."""
     bridge = TransformerBridge(tiny_model("llama", vocab_size=MANY).to("meta"))
-    assert not isinstance(few_tokens(bridge, TOKENS.to("meta"), {}), FewTokens)
+    assert step_of_tokens(bridge, TOKENS.to("meta"), {}) == 1
 
 
 class Block(nn.Module):
