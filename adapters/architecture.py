@@ -129,17 +129,20 @@ class Embedding:
     @property
     def positions(self) -> str | None:
         """The table of positions."""
-        return next((path for what, path in self.added if what in ("positions", "row positions")), None)
+        return self._table("positions", "row positions")
 
     @property
     def types(self) -> str | None:
         """The table of the two sentences."""
-        return next((path for what, path in self.added if what == "types"), None)
+        return self._table("types")
 
     @property
     def patches(self) -> str | None:
         """The layer that makes vectors of patches."""
-        return next((path for what, path in self.added if what == "patches"), None)
+        return self._table("patches")
+
+    def _table(self, *of: TableOf) -> str | None:
+        return next((path for what, path in self.added if what in of), None)
 
     @property
     def more(self) -> tuple[str, ...]:

@@ -449,7 +449,7 @@ def _pattern_view(scores: View) -> View:
     """How the pattern of such scores is seen."""
     if isinstance(scores, Composed):
         return Composed(scores.inner, _pattern_view(scores.outer))
-    return SinkPattern(scores.sinks) if isinstance(scores, SinkScores) else View()
+    return SinkPattern() if isinstance(scores, SinkScores) else View()
 
 
 @dataclass(frozen=True)

@@ -192,36 +192,24 @@ def add_own_embeddings(points: PointList, stack: Stack, base: str) -> None:
         norm_points(points, f"{stack.name}_embed.ln", made.norm.kind, Site(join(base, made.norm.path), "output"))
 
 
-def add_collapse(points: PointList, made: Site) -> None:
-    """What is made of several streams behind the last block."""
-    points.add("hook_resid_final", made, aliases=("ln_final.hook_in",))
-
-
-def add_final_norm(
-    points: PointList, architecture: Architecture, stack: Stack, base: str, norm: Norm, model: nn.Module
-) -> None:
-    """Adds the hook points of the norm behind a stack's last block.
-
-    Args:
-        points: they are added to it.
-        architecture: what the adapter declares.
-        stack: the stack.
-        base: the path of the model without its head.
-        norm: its norm. What a function puts out is seen where the output layer reads it.
-        model: the model.
-    """
+def _final_norm_points(architecture: Architecture, stack: Stack, base: str, model: nn.Module) -> list[Point]:
+    """The hook points of the norm behind a stack's last block. What a function puts out the output layer reads."""
+    n, norm = len(stack.modules(model.get_submodule(base))), stack.final_norm
+    points = PointList("", n, "", stack.pos)
+    if norm is None:
+        return []
     site, shared = Site(join(base, norm.path), "output"), None
     if norm.kind.function:
         path = path_from(model, "." + architecture.readout.path)
         if not architecture.readout.path or not has_module(model, path):
-            return
-        last = join(base, stack.place_of(len(stack.modules(model.get_submodule(base))) - 1))
-        site, shared = Site(path, "input"), Site(last, "output", stack.output[0])
+            return []
+        site, shared = Site(path, "input"), Site(join(base, stack.place_of(n - 1)), "output", stack.output[0])
     name = f"{stack.name}_final_ln" if stack.one_of_two else "ln_final"
     aliases = (f"{stack.name}_ln_final.hook_out",) if stack.one_of_two else ()
     axes = "batch d_model" if stack.pooled else None
     norm_points(points, name, norm.kind, site, shared=shared, axes=axes)
     points.add(f"{name}.hook_out", site, axes=axes, group="extra", aliases=aliases)
+    return points.points
 
 
 def _width_behind(head: Head, model: nn.Module, d_model: int) -> str:
@@ -230,15 +218,8 @@ def _width_behind(head: Head, model: nn.Module, d_model: int) -> str:
     return "d_model" if width == d_model else str(width)
 
 
-def add_head(points: PointList, head: Head, model: nn.Module, d_model: int) -> None:
-    """Adds the hook points of a layer between the last norm and the unembedding, if this class of models has it.
-
-    Args:
-        points: they are added to it.
-        head: the layer.
-        model: the model.
-        d_model: how wide the residual stream is.
-    """
+def _add_head(points: PointList, head: Head, model: nn.Module, d_model: int) -> None:
+    """Adds the hook points of a layer between the last norm and the unembedding, if this class of models has it."""
     path = path_from(model, head.path)
     if not has_module(model, path):
         return
@@ -250,15 +231,8 @@ def add_head(points: PointList, head: Head, model: nn.Module, d_model: int) -> N
         points.add(f"{head.name}.{head.hook}", Site(path, "output"), axes=f"batch {width}")
 
 
-def add_unembedding(points: PointList, architecture: Architecture, model: nn.Module, d_model: int) -> None:
-    """Adds the hook points of the unembedding, if this class of models has one.
-
-    Args:
-        points: they are added to it.
-        architecture: what the adapter declares.
-        model: the model.
-        d_model: how wide the residual stream is.
-    """
+def _add_unembedding(points: PointList, architecture: Architecture, model: nn.Module, d_model: int) -> None:
+    """Adds the hook points of the unembedding, if this class of models has one."""
     unembed = architecture.readout.path
     path = path_from(model, "." + unembed)
     if unembed and has_module(model, path):
@@ -305,10 +279,11 @@ def _stack_points(
     n = len(stack.modules(model.get_submodule(base)))
     for index in range(n):
         points.points.extend(BlockBuilder(stack, cfg, base, index, n, model).build())
-    if isinstance(stack.collapse, str):
-        add_collapse(replace(points, depth=n), Site(join(base, stack.collapse), "output"))
-    elif stack.n_streams is not None and stack.final_norm and stack.final_norm.path:
-        add_collapse(replace(points, depth=n), Site(join(base, stack.final_norm.path), "input"))
+    made = Site(join(base, stack.collapse), "output") if isinstance(stack.collapse, str) else None
+    if not made and stack.n_streams is not None and stack.final_norm and stack.final_norm.path:
+        made = Site(join(base, stack.final_norm.path), "input")
+    if made:  # of several streams, behind the last block
+        replace(points, depth=n).add("hook_resid_final", made, aliases=("ln_final.hook_in",))
     return _named_by_readers(points.points, stack, n)
 
 
@@ -324,22 +299,15 @@ def _named_by_readers(points: list[Point], stack: Stack, n: int) -> list[Point]:
     return [replace(each, aliases=(*each.aliases, *also.get(each.name, ()))) for each in points]
 
 
-def _final_norm_points(architecture: Architecture, stack: Stack, base: str, model: nn.Module) -> list[Point]:
-    points = PointList("", len(stack.modules(model.get_submodule(base))), "", stack.pos)
-    if stack.final_norm:
-        add_final_norm(points, architecture, stack, base, stack.final_norm, model)
-    return points.points
-
-
 def _logits_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) -> list[Point]:
     """Those of the heads, and of the unembedding where it is, or behind them all."""
     points = PointList("", cfg.n_layers, "", architecture.stacks[-1].pos)
     for head in architecture.heads:
-        add_head(points, head, model, cfg.d_model)
+        _add_head(points, head, model, cfg.d_model)
         if head.unembeds:
-            add_unembedding(points, architecture, model, cfg.d_model)
+            _add_unembedding(points, architecture, model, cfg.d_model)
     if not any(head.unembeds for head in architecture.heads):
-        add_unembedding(points, architecture, model, cfg.d_model)
+        _add_unembedding(points, architecture, model, cfg.d_model)
     return points.points
 
 

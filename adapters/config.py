@@ -17,7 +17,7 @@ from adapters.feed_forward import MLP
 from adapters.imports import rotation_of
 from adapters.linear import input_device
 from adapters.mixers import Mixer
-from adapters.points import core_path, has_module, module_at, path_from
+from adapters.points import core_of, has_module, module_at, path_from
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The fields that several kinds of configuration have, with HookedTransformer's names and defaults, said once.
@@ -184,7 +184,7 @@ class ModelConfig(LoadedModelFields):
         path = self._vocabularies[which]
         if self._model is None or not path:
             return None
-        core = self._model.get_submodule(core_path(self._model))
+        core = core_of(self._model)
         return _rows(core.get_submodule(path)) if has_module(core, path) else None
 
     def _now(self, name: str, known: Any) -> object:
@@ -195,7 +195,7 @@ class ModelConfig(LoadedModelFields):
         if name == "normalization_type":
             return f"{known}Pre" if known in ("LN", "RMS") and self.processed.get("fold_ln") == "done" else known
         if name == "tie_word_embeddings":
-            return known if self._model is None else self._ties_now(self._model.get_submodule(core_path(self._model)))
+            return known if self._model is None else self._ties_now(core_of(self._model))
         rows = self._rows_at(("d_vocab", "d_vocab_out").index(name))
         return known if rows is None else rows
 
@@ -232,27 +232,20 @@ class ModelConfig(LoadedModelFields):
 _TOLD_APART = ("model_name", "original_architecture", "device", "dtype", "n_params")
 
 
-class _Live:
+def _live(name: str) -> property:
     """A field of `ModelConfig` that is read from the model when it is asked for."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, cfg: ModelConfig | None, owner: type | None = None) -> object:
-        return self if cfg is None else cfg._now(self._name, cfg.__dict__[self._name])
-
-    def __set__(self, cfg: ModelConfig, value: object) -> None:
-        cfg.__dict__[self._name] = value
+    return property(
+        lambda cfg: cfg._now(name, cfg.__dict__[name]), lambda cfg, value: cfg.__dict__.update({name: value})
+    )
 
 
 for _field in ("d_vocab", "d_vocab_out", "normalization_type", "tie_word_embeddings", "processed"):
-    setattr(ModelConfig, _field, _Live(_field))
+    setattr(ModelConfig, _field, _live(_field))
 
 
 def act_fn_name(name: str | None) -> str | None:
     """HookedTransformer's name for an activation function, or Hugging Face's own where it has none."""
-    known = {"gelu_pytorch_tanh": "gelu_pytorch_tanh", "swish": "silu"}
-    return known.get(name, name) if name else None
+    return "silu" if name == "swish" else name or None
 
 
 def config_of(model: nn.Module) -> PreTrainedConfig:
@@ -273,7 +266,7 @@ def is_language_part(model: nn.Module) -> bool:
     Args:
         model: the Hugging Face model, or what wraps it.
     """
-    config = config_of(model.get_submodule(core_path(model)))
+    config = config_of(core_of(model))
     return type(config.get_text_config()) is not type(config)
 
 

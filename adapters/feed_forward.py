@@ -87,7 +87,7 @@ def are_modules(experts: nn.Module | None) -> bool:
     return isinstance(experts, nn.ModuleList)
 
 
-def has_layers(experts: nn.Module, declared: Layers | None = None) -> bool:
+def has_layers(experts: nn.Module, declared: Layers | None) -> bool:
     """Whether it is known where each expert's projections are."""
     return not are_modules(experts) or layers_of(experts.get_submodule("0"), declared) is not None
 
@@ -103,7 +103,7 @@ def layers_of(expert: nn.Module, declared: Layers | None = None) -> Layers | Non
     return next((layers for layers in known if all(has_module(expert, path) for path in layers)), None)
 
 
-def expert_layer(experts: nn.Module, index: int, part: ExpertPart, declared: Layers | None = None) -> nn.Module | None:
+def expert_layer(experts: nn.Module, index: int, part: ExpertPart, declared: Layers | None) -> nn.Module | None:
     """The linear layer of an expert that is a module; None where the experts are kept in one parameter.
 
     Raises:
@@ -225,7 +225,7 @@ def expert_weight(
     return gate_and_up(experts, both.mT if is_transposed(experts) else both, dim=0)[part == "W_in"]
 
 
-def has_bias(experts: nn.Module, part: ExpertPart, declared: Layers | None = None) -> bool:
+def has_bias(experts: nn.Module, part: ExpertPart, declared: Layers | None) -> bool:
     """Whether a projection of the experts has a bias."""
     layer = expert_layer(experts, 0, part, declared)
     if layer is None and (in_batches(experts) or stacked(experts)):

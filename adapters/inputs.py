@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from adapters.config import config_of, first
 from adapters.linear import input_device
-from adapters.points import core_path
+from adapters.points import core_of
 from adapters.views import Args, Kwargs
 from adapters.views.views import names_of
 
@@ -100,9 +100,10 @@ def accepted_by(core: nn.Module) -> frozenset[str]:
     names = accepted_arguments(forward)
     if names.isdisjoint(PAST) or "use_cache" in names or not isinstance(core, PreTrainedModel):
         return names
-    passes_on = any(x.kind is x.VAR_KEYWORD for x in inspect.signature(forward).parameters.values())
     decoder = core.get_decoder()
-    taken = passes_on and decoder is not None and "use_cache" in accepted_arguments(type(decoder).forward)
+    taken = (
+        _takes_anything(forward) and decoder is not None and "use_cache" in accepted_arguments(type(decoder).forward)
+    )
     return names | {"use_cache"} if taken else names
 
 
@@ -205,13 +206,11 @@ def taken_by(cls: type[nn.Module]) -> Takes:
     known = (each for each in list(parameters.values())[1:] if each.kind is each.POSITIONAL_OR_KEYWORD)
     needed = [each.name for each in known if each.default is each.empty and each.name != "input_ids"]
     main: str = getattr(cls, "main_input_name", "input_ids")
-    if main == "input_ids" or main not in parameters:
+    decodes = {"decoder_input_ids", "encoder_outputs"} <= parameters.keys()
+    with_text = "input_ids" in parameters and not decodes  # an image may be in it
+    if main == "input_ids" or main not in parameters or with_text:
         return Takes("input_ids", None, tuple(needed))
-    if {"decoder_input_ids", "encoder_outputs"} <= parameters.keys():
-        return Takes("decoder_input_ids", main, tuple(name for name in needed if name != main))
-    if "input_ids" in parameters:  # text, with an image in it
-        return Takes("input_ids", None, tuple(needed))
-    return Takes(None, main, tuple(name for name in needed if name != main))
+    return Takes("decoder_input_ids" if decodes else None, main, tuple(name for name in needed if name != main))
 
 
 def makes_decoder_tokens(core: nn.Module) -> bool:
@@ -358,7 +357,7 @@ def sample_inputs(model: nn.Module, inputs: Given | None = None) -> dict[str, Te
     if device is None or device.type == "meta":
         raise CannotBeMade("it has no weights, and what plays which part is found in a run")
     config = config_of(model)
-    core = model.get_submodule(core_path(model))
+    core = core_of(model)
     vocabulary = getattr(config, "vocab_size", None) or getattr(config.get_text_config(), "vocab_size", None)
     vocabulary = 4 if vocabulary is None else int(vocabulary)  # of images or sound alone
     generator = torch.Generator().manual_seed(0)
@@ -448,10 +447,14 @@ def _image(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator)
     return None
 
 
-def _images(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
-    """``[batch, image, channel, height, width]``, one image in each row."""
-    image = _image(config, tokens, generator)
-    return None if image is None else image.unsqueeze(1)
+def _of_image(change: Callable[[Tensor], Tensor]) -> Make:
+    """What is made of an image in each row."""
+
+    def make(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
+        image = _image(config, tokens, generator)
+        return None if image is None else change(image)
+
+    return make
 
 
 def _tiles_in(config: PreTrainedConfig) -> int:
@@ -469,10 +472,14 @@ def _ones(shape: Callable[[PreTrainedConfig, Tensor], tuple[int, ...]]) -> Make:
     return lambda config, tokens, generator: torch.ones(shape(config, tokens), dtype=torch.long)
 
 
-def _frames(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
-    """``[batch, frame, channel, height, width]``, four frames in each row."""
-    image = _image(config, tokens, generator)
-    return None if image is None else torch.stack([image, image.flip(0), -image, image.flip(-1)], 1)
+def _noise(shape: Callable[[PreTrainedConfig, Tensor], tuple[Any, ...]]) -> Make:
+    """Random numbers in a shape for each row; None where the configuration does not say one of its sizes."""
+
+    def make(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
+        sizes = shape(config, tokens)
+        return None if None in sizes else torch.randn(tokens.shape[0], *sizes, generator=generator)
+
+    return make
 
 
 def _spectrogram(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
@@ -482,22 +489,6 @@ def _spectrogram(config: PreTrainedConfig, tokens: Tensor, generator: torch.Gene
         return torch.randn(tokens.shape[0], mels, 2 * frames, generator=generator)
     mels = first(config, "input_feat_per_channel", "feature_projection_input_dim")
     return None if mels is None else torch.randn(tokens.shape[0], 104, mels, generator=generator)
-
-
-def _frames_of_each_token(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
-    """``[batch, mel, frame]``, a few frames for each token (Voxtral Realtime, which adds them to it)."""
-    mels, frames = first(config.audio_config, "num_mel_bins"), 2 * config.downsample_factor * tokens.shape[1]
-    return None if mels is None else torch.randn(tokens.shape[0], mels, frames, generator=generator)
-
-
-def _of_frames_and_mels(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
-    mels = first(config, "input_feat_per_channel", "num_mel_bins")
-    return None if mels is None else torch.randn(tokens.shape[0], 104, mels, generator=generator)
-
-
-def _patches_of_sound(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
-    frames, mels = getattr(config, "max_length", None), getattr(config, "num_mel_bins", None)
-    return None if frames is None or mels is None else torch.randn(tokens.shape[0], frames, mels, generator=generator)
 
 
 def _waveform(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
@@ -547,15 +538,29 @@ _MAKERS: Mapping[str, Make] = {
 }
 #: Model types whose argument of that name is something else.
 _OF_TYPE: Mapping[tuple[str, str], Make] = {
-    ("audio-spectrogram-transformer", "input_values"): _patches_of_sound,
-    ("speech_to_text", "input_features"): _of_frames_and_mels,
-    ("voxtral_realtime", "input_features"): _frames_of_each_token,
-    ("idefics", "pixel_values"): _images,
+    ("audio-spectrogram-transformer", "input_values"): _noise(
+        lambda config, tokens: (first(config, "max_length"), first(config, "num_mel_bins"))
+    ),
+    ("speech_to_text", "input_features"): _noise(
+        lambda config, tokens: (104, first(config, "input_feat_per_channel", "num_mel_bins"))
+    ),
+    # A few frames for each token, which are added to it.
+    ("voxtral_realtime", "input_features"): _noise(
+        lambda config, tokens: (
+            first(config.audio_config, "num_mel_bins"),
+            2 * config.downsample_factor * tokens.shape[1],
+        )
+    ),
+    # [batch, image, channel, height, width], one image in each row.
+    ("idefics", "pixel_values"): _of_image(lambda image: image.unsqueeze(1)),
     ("mllama", "pixel_values"): _tiles,
     ("mllama", "aspect_ratio_ids"): _ones(lambda config, tokens: (len(tokens), 1)),
     ("mllama", "aspect_ratio_mask"): _ones(lambda config, tokens: (len(tokens), 1, _tiles_in(config))),
     ("mllama", "cross_attention_mask"): _ones(lambda config, tokens: (*tokens.shape, 1, _tiles_in(config))),
-    ("instructblipvideo", "pixel_values"): _frames,
+    # [batch, frame, channel, height, width], four frames in each row.
+    ("instructblipvideo", "pixel_values"): _of_image(
+        lambda image: torch.stack([image, image.flip(0), -image, image.flip(-1)], 1)
+    ),
 }
 #: What else models need that their forward can be called without.
 _NEEDED_TOO: Mapping[str, tuple[str, ...]] = {

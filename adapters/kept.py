@@ -49,7 +49,7 @@ from adapters.architecture import Architecture, vocabulary
 from adapters.inputs import Given
 from adapters.model import ModelMap, map_model
 from adapters.observe.observe import WRONG, one_line
-from adapters.points import core_path
+from adapters.points import core_of
 from adapters.registry import UnsupportedModelError
 from adapters.sealed import sealed, unsealed
 from adapters.views import View
@@ -210,7 +210,7 @@ def identity_of(model: nn.Module, version: str, inputs: Given | None = None) -> 
         version: of this library, and which code that is: what another commit kept is not read.
         inputs: what it is tried with, by the names of its own arguments; None: what is made up.
     """
-    core = model.get_submodule(core_path(model))
+    core = core_of(model)
     config = getattr(core, "config", None)  # a plain module has none
     told = config.to_dict() if isinstance(config, PreTrainedConfig) else {}
     # No file has infinities.

@@ -147,14 +147,16 @@ class Mixer:
     @property
     def layers(self) -> tuple[tuple[str, str], ...]:
         """The modules inside of it that are shown by their outputs, with their axes."""
-        both = (each for each in self.modules if not isinstance(each, Attention))
-        return tuple((at.path if isinstance(at, Norm) else at, axes) for at, axes in both)
+        return tuple((at.path if isinstance(at, Norm) else at, axes) for at, axes in self._shown)
 
     @property
     def norms(self) -> dict[str, NormKind]:
         """What the norms among them compute, by their paths."""
-        both = (each for each in self.modules if not isinstance(each, Attention))
-        return {at.path: at.kind for at, _ in both if isinstance(at, Norm)}
+        return {at.path: at.kind for at, _ in self._shown if isinstance(at, Norm)}
+
+    @property
+    def _shown(self) -> list[tuple[str | Norm, str]]:
+        return [each for each in self.modules if not isinstance(each, Attention)]
 
     @property
     def submodules(self) -> dict[str, str]:

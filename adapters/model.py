@@ -15,7 +15,7 @@ from adapters.building import hook_points
 from adapters.config import ModelConfig, model_config
 from adapters.inputs import Given
 from adapters.plain_model import PlainModel
-from adapters.points import Point, base_path, core_path, join
+from adapters.points import Point, base_path, core_of, join
 from adapters.registry import UnsupportedModelError, check_modules, declaration_for, is_declared
 from adapters.spread import Layout, SpreadModelError, layout_of
 
@@ -137,7 +137,7 @@ def map_model(
         >>> map_model(GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=10))).block_paths
         ['transformer.h.0', 'transformer.h.1']
     """
-    core = model.get_submodule(core_path(model))
+    core = core_of(model)
     layout = layout_of(model)
     if declared is None and is_inferred(model, automatic):
         if layout is not None:
@@ -183,7 +183,7 @@ def is_inferred(model: nn.Module, automatic: Automatic) -> bool:
         model: a Hugging Face model.
         automatic: as for `map_model`.
     """
-    core = model.get_submodule(core_path(model))
+    core = core_of(model)
     if automatic not in (True, False, "always"):
         raise ValueError(f'automatic is {automatic!r}; it must be True, False or "always"')
     return automatic == "always" or (bool(automatic) and not is_declared(core))

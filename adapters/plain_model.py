@@ -13,7 +13,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from adapters.inputs import may_take
 from adapters.multihead import open_multihead
 from adapters.observe.observe import WRONG, CallRecorder, ModuleCall, elements_of, one_line
-from adapters.points import core_path
+from adapters.points import core_of
 from adapters.registry import UnsupportedModelError, declaring
 
 
@@ -196,7 +196,7 @@ def with_interface(model: nn.Module) -> nn.Module:
     Raises:
         UnsupportedModelError: it is no language model, see `PlainModel`.
     """
-    core = model.get_submodule(core_path(model))
+    core = core_of(model)
     inside = getattr(core, "module", None)
     if any(isinstance(each, PreTrainedModel) for each in (core, inside)) or any(True for _ in declaring(type(core))):
         return model

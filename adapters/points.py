@@ -115,6 +115,11 @@ def core_path(model: nn.Module) -> str:
         path = join(path, step)
 
 
+def core_of(model: nn.Module) -> nn.Module:
+    """The Hugging Face model inside what wraps it."""
+    return model.get_submodule(core_path(model))
+
+
 def learns_prompt(model: nn.Module) -> bool:
     """Whether PEFT puts learned tokens, or keys and values, before what the model is given."""
     return hasattr(model, "get_base_model") and bool(getattr(model.active_peft_config, "is_prompt_learning", False))

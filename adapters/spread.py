@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -77,13 +77,10 @@ class Peers:
         except BaseException:
             self._compared(0, self.side.rank() + 1, name)
             raise
-        same, failed = self._compared(_checksum(made), 0, name)
-        self._raise(name, failed)
-        if not same:
-            raise DifferentEditsError(
-                f"what hooks made of {name} differs between the {self.side.size()} processes that share this model: "
-                "seed random numbers alike, and do the same on all"
-            )
+        self._check_same(_checksum(made), name, (
+            f"what hooks made of {name} differs between the {self.side.size()} processes that share this model: "
+            "seed random numbers alike, and do the same on all"
+        ))  # fmt: skip
         return made
 
     def meet(self, name: str) -> None:
@@ -95,19 +92,18 @@ class Peers:
         Raises:
             DifferentEditsError: the others look at another one, or at none.
         """
-        same, failed = self._compared(zlib.crc32(name.encode()), 0, name)
-        self._raise(name, failed)
-        if not same:
-            raise DifferentEditsError(
-                f"{name} is asked for here, and another hook point on other processes that share this model: do the "
-                "same on all"
-            )
+        self._check_same(zlib.crc32(name.encode()), name, (
+            f"{name} is asked for here, and another hook point on other processes that share this model: do the same "
+            "on all"
+        ))  # fmt: skip
 
-    def _raise(self, name: str, failed: int) -> None:
+    def _check_same(self, number: int, name: str, otherwise: str) -> None:
+        """Refuses that a number is another one on other processes, or that a hook failed on one."""
+        same, failed = self._compared(number, 0, name)
         if failed:
-            raise DifferentEditsError(
-                f"a hook at {name} failed on process {failed - 1} of {self.side.size()}, which says why"
-            )
+            otherwise = f"a hook at {name} failed on process {failed - 1} of {self.side.size()}, which says why"
+        if failed or not same:
+            raise DifferentEditsError(otherwise)
 
     def agree(self, numbers: list[int]) -> Callable[[], list[bool]]:
         """Asks whether each of some numbers is the same on all processes, all of which have to; the answer waits."""
@@ -236,96 +232,64 @@ def _checksum(x: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Cut:
-    """A tensor of which each process holds a part: equal parts, in the order of the processes.
+    """How a tensor is spread over the processes that share a model.
 
     Attributes:
-        axis: along which it is cut.
         group: the processes.
+        axis: along which it is cut, into equal parts in the order of the processes; None: it is not.
         peers: they, where hooks are shown it.
+        sums: what is a sum of what the processes have: the ``tensor`` (what is written is held by the first, others
+            have 0), or the ``gradient`` of a tensor that all have. None: neither.
     """
 
-    axis: int
     group: dist.ProcessGroup
+    axis: int | None = None
     peers: Peers | None = None
+    sums: Literal["tensor", "gradient"] | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """All processes have it."""
+        return self.axis is None and self.sums is None
 
     @property
     def parts(self) -> int:
         """How many there are."""
-        return self.group.size()
+        return 1 if self.axis is None else self.group.size()
 
     def whole(self, part: Tensor) -> Tensor:
-        """All parts, one after the other. All processes have to ask for it."""
-        return cast(Tensor, _Split.apply(part, self.joined, self.own))
+        """All parts, one after the other, or their sum. All processes have to ask for it."""
+        return self._turned(part, self.joined, self.own)
 
     def part(self, whole: Tensor) -> Tensor:
         """This process's part."""
-        return cast(Tensor, _Split.apply(whole, self.own, self.joined))
+        return self._turned(whole, self.own, self.joined)
+
+    def _turned(self, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        if self.is_whole:
+            return x
+        there, back = _same if self.sums == "gradient" else there, _same if self.sums == "tensor" else back
+        return cast(Tensor, _Split.apply(x, there, back))
 
     def joined(self, part: Tensor) -> Tensor:
         """As `whole`, without a gradient."""
+        if self.is_whole:
+            return part
         part = part.contiguous()
+        if self.axis is None:
+            total = part.clone()
+            dist.all_reduce(total, group=self.group)
+            return total
         parts = [torch.empty_like(part) for _ in range(self.parts)]
         dist.all_gather(parts, part, group=self.group)
         return torch.cat(parts, self.axis)
 
     def own(self, whole: Tensor) -> Tensor:
         """As `part`, without a gradient."""
+        if self.axis is None:
+            return whole.clone() if self.group.rank() == 0 else torch.zeros_like(whole)
         size = whole.shape[self.axis] // self.parts
         return whole.narrow(self.axis, self.group.rank() * size, size).contiguous()
-
-
-@dataclass(frozen=True)
-class Alike(Cut):
-    """A tensor that all processes have, whole."""
-
-    @property
-    def parts(self) -> int:
-        """One: all of it."""
-        return 1
-
-    def whole(self, part: Tensor) -> Tensor:
-        """The tensor."""
-        return part
-
-    def part(self, whole: Tensor) -> Tensor:
-        """The tensor."""
-        return whole
-
-    def joined(self, part: Tensor) -> Tensor:
-        """The tensor."""
-        return part
-
-
-@dataclass(frozen=True)
-class Summed(Cut):
-    """A tensor that is the sum of what the processes have. What is written is held by the first; others have 0."""
-
-    def joined(self, part: Tensor) -> Tensor:
-        """The sum."""
-        total = part.contiguous().clone()
-        dist.all_reduce(total, group=self.group)
-        return total
-
-    def own(self, whole: Tensor) -> Tensor:
-        """What this process has of the sum."""
-        return whole.clone() if self.group.rank() == 0 else torch.zeros_like(whole)
-
-    def whole(self, part: Tensor) -> Tensor:
-        return cast(Tensor, _Split.apply(part, self.joined, _same))
-
-    def part(self, whole: Tensor) -> Tensor:
-        return cast(Tensor, _Split.apply(whole, self.own, _same))
-
-
-@dataclass(frozen=True)
-class SummedGradients(Summed):
-    """A tensor that all processes have, and the gradient of which is the sum of what they have."""
-
-    def whole(self, part: Tensor) -> Tensor:
-        return cast(Tensor, _Split.apply(part, _same, self.own))
-
-    def part(self, whole: Tensor) -> Tensor:
-        return cast(Tensor, _Split.apply(whole, _same, self.joined))
 
 
 def _same(x: Tensor) -> Tensor:
@@ -422,7 +386,7 @@ class Layout:
     def _along(self, axis: int | None) -> Cut:
         """A tensor that is cut along an axis; None: it is whole."""
         assert self.peers is not None
-        return Alike(0, self.peers.group, self.peers) if axis is None else Cut(axis, self.peers.group, self.peers)
+        return Cut(self.peers.group, axis, self.peers)
 
     def of(self, points: Sequence[Point], norms_of_heads: Iterable[str] = ()) -> Layout:
         """The same, of a model with these hook points, whose views and axes say what some modules are given.
@@ -499,8 +463,9 @@ class Layout:
         """How what is inside of an expert is cut: its neurons; what it returns is a sum over them."""
         assert self.peers is not None
         self._check_even(f"{path}.down_proj")
-        kind = {"in": SummedGradients, "out": Summed}.get(part, Cut)
-        return kind(-1, self.peers.group, self.peers)
+        if part in ("in", "out"):
+            return Cut(self.peers.group, None, self.peers, "gradient" if part == "in" else "tensor")
+        return self._along(-1)
 
     def _layers(self, region: str) -> list[str]:
         """The layers in a module that give or take parts."""

@@ -34,7 +34,8 @@ from adapters.feed_forward import (
 from adapters.linear import adapted_bias, materialized, weight_in_out
 from adapters.norms import Norm, parameter_names
 from adapters.points import base_path, core_path, has_module, join, missing_module_message, module_at
-from adapters.views import Call, Chain, Heads, View, linearly, transformed
+from adapters.views import Chain, Heads, View, linearly, transformed
+from adapters.views.views import NO_CALL
 
 Get = Callable[[], Tensor]
 
@@ -69,7 +70,13 @@ class Weights:
     ) -> None:
         self.model, self.cfg, self.architecture = model, cfg, architecture
         self.base, self.core = base_path(model), core_path(model)
-        self.getters = {name: get for name, get in self._all().items() if name not in not_offered}
+        self.getters: dict[str, Get] = {}
+        made = copy.copy(
+            self
+        )  # the functions do not know this table: with a cycle the model would outlive its last user
+        made._add_everything()
+        self.getters = {name: get for name, get in made.getters.items() if name not in not_offered}
+        made.getters = {}
 
     def unembedding_of(self, ids: Tensor) -> Tensor:
         """The columns of `W_U` that belong to tokens, without the others.
@@ -84,10 +91,6 @@ class Weights:
         matrix = self.matrix("." + readout.path)
         rows = matrix.T[ids.to(matrix.device)]
         return rows if readout.factor == 1 else rows * readout.factor
-
-    def _all(self) -> dict[str, Get]:
-        # The functions know the model and not this table: with a cycle the model would outlive its last user.
-        return _Getters(self.architecture, self.model, self.cfg).taken()
 
     @property
     def core_model(self) -> nn.Module:
@@ -144,19 +147,13 @@ class Weights:
             bias = adapted_bias(self.module(path), bias, like)
             if bias is None:
                 return like.new_zeros(shape())
-            return bias if part is None else part.get(bias, _NO_CALL)
+            return bias if part is None else part.get(bias, NO_CALL)
 
         return get
 
+    # Making the functions that give the weights.
 
-class _Getters(Weights):
-    """Makes the functions that give a model's weights."""
-
-    def _all(self) -> dict[str, Get]:
-        return {}
-
-    def taken(self) -> dict[str, Get]:
-        """The functions, by name; nothing of them is kept here."""
+    def _add_everything(self) -> None:
         architecture, cfg = self.architecture, self.cfg
         self._add_embeddings()
         for stack in architecture.stacks:
@@ -168,8 +165,6 @@ class _Getters(Weights):
         if readout.path and self.has(unembed):
             self.getters["unembed.W_U"] = times(readout.factor, lambda: self.matrix(unembed))
             self.getters["unembed.b_U"] = self._unembedding_bias(self.bias(unembed, lambda: (cfg.d_vocab_out,)))
-        found, self.getters = self.getters, {}
-        return found
 
     def _add_embeddings(self) -> None:
         made, token_stack = self.architecture.embedding, self.architecture.token_stack
@@ -187,12 +182,10 @@ class _Getters(Weights):
     def _unembedding_bias(self, own: Get) -> Get:
         """The bias of the logits: of the output layer, and what the model adds behind it."""
         readout = self.architecture.readout
-        if readout.bias_of(self.core_model) is None:
-            return times(readout.factor_out, own)
+        scaled = times(readout.factor_out, own)
 
         def both() -> Tensor:
-            bias = own() * readout.factor_out
-            more = readout.bias_of(self.core_model)
+            bias, more = scaled(), readout.bias_of(self.core_model)
             return bias if more is None else bias + more.to(bias)
 
         return both
@@ -300,7 +293,7 @@ class _Getters(Weights):
     def _add_projection(self, prefix: str, path: str, letter: str, projection: Projection, n: int) -> None:
         # HookedTransformer's grouped keys and values are stored once for each group, under a leading underscore.
         module, view = join(path, projection.path), projection.view or Heads(n)
-        weight = lambda: rearrange(view.get(self.matrix(module), _NO_CALL), "m h d -> h m d")
+        weight = lambda: rearrange(view.get(self.matrix(module), NO_CALL), "m h d -> h m d")
         self.getters[f"{prefix}W_{letter}"] = weight
         self.getters[f"{prefix}b_{letter}"] = self.bias(module, lambda: (n, projection.width or self.cfg.d_head), view)
 
@@ -313,7 +306,7 @@ class _Getters(Weights):
 
         def matrix(projection: Projection) -> Get:
             at, view = join(module, projection.path), projection.view
-            return lambda: self.matrix(at) if view is None else view.get(self.matrix(at), _NO_CALL)
+            return lambda: self.matrix(at) if view is None else view.get(self.matrix(at), NO_CALL)
 
         up, down = matrix(mlp.up), join(module, mlp.down)
         self.getters[f"{name}.W_in"] = up
@@ -372,9 +365,6 @@ def _with_gradient(weight: Tensor) -> Tensor:
         offset = weight.storage_offset() - whole.storage_offset()
         weight.grad = gradient.as_strided(weight.shape, weight.stride(), gradient.storage_offset() + offset)
     return weight
-
-
-_NO_CALL = Call(nn.Identity(), (), {})
 
 
 def times(factor: float, get: Get) -> Get:

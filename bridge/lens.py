@@ -37,11 +37,6 @@ __all__ = ["Reading", "Top", "TunedLens", "lens"]
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What a lens needs of a bridge.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 _KIND = "linear_tuned_lens"
 
 
@@ -281,6 +276,8 @@ def unembedding_hash(bridge: RunnableBridge) -> str:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+#: From a stream and its layer to logits.
+Decode = Callable[[Tensor, int], Tensor]
 #: The most logits that are held at once.
 MOST_LOGITS = 2**25
 
@@ -315,7 +312,7 @@ class Reading:
 
     streams: Float[Tensor, "layer batch pos d_model"]
     layers: tuple[int, ...]
-    decode: Callable[[Tensor, int], Tensor]
+    decode: Decode
     mask: Int[Tensor, "batch pos"] | None
     n_layers: int
     d_vocab: int
@@ -427,9 +424,6 @@ def _top(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 # ----------------------------------------------------------------------------------------------------------------------
 # Decoding what a lens has read under the hooks, and with the weights, that it was read with.
 # ----------------------------------------------------------------------------------------------------------------------
-
-
-Decode = Callable[[Tensor, int], Tensor]
 
 
 def as_read(bridge: RunnableBridge, decode: Decode, hooked: bool) -> Decode:
@@ -563,7 +557,7 @@ def lens(
     return Reading(streams, chosen, decode, mask, n, bridge.cfg.d_vocab_out, max_bytes)
 
 
-def _raw(bridge: RunnableBridge) -> Callable[[Tensor, int], Tensor]:
+def _raw(bridge: RunnableBridge) -> Decode:
     """Reads through the unembedding alone, with the factors and the bias of `W_U` and `b_U`, without a soft cap.
 
     Raises:
@@ -580,7 +574,7 @@ def _raw(bridge: RunnableBridge) -> Callable[[Tensor, int], Tensor]:
     return lambda stream, layer: readout.logits(unembed.forward(stream * readout.factor_in), bridge.core)
 
 
-def _classified(bridge: RunnableBridge) -> Callable[[Tensor, int], Tensor]:
+def _classified(bridge: RunnableBridge) -> Decode:
     """Reads each position of an image through the final norm and the classifier's head.
 
     The head reads one position, or a mean of several: at the end, its logits are the mean of these readings.
@@ -597,9 +591,7 @@ def _classified(bridge: RunnableBridge) -> Callable[[Tensor, int], Tensor]:
     return lambda stream, layer: read(norm.forward(stream), layer)
 
 
-def _decoder(
-    bridge: RunnableBridge, kind: str | TunedLens, names: Mapping[str, Any]
-) -> Callable[[Tensor, int], Tensor]:
+def _decoder(bridge: RunnableBridge, kind: str | TunedLens, names: Mapping[str, Any]) -> Decode:
     """From a stream and its layer to logits.
 
     Args:
@@ -622,8 +614,3 @@ def _decoder(
     if bridge.architecture.pooled is not None:
         return _classified(bridge)
     return lambda stream, layer: bridge(stream, start_at_layer=n, **names)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Lenses: the residual stream of each layer read as next tokens, raw, through the final norm, or tuned.
-# ----------------------------------------------------------------------------------------------------------------------

@@ -32,12 +32,9 @@ from adapters.linear import materialized
 from adapters.observe.observe import LINEAR_PRODUCTS
 from adapters.points import Site, module_path
 from adapters.spread import (
-    Alike,
     Cut,
     DifferentEditsError,
     Layout,
-    Summed,
-    SummedGradients,
     Turns,
     number_of,
     refuse_adapters,
@@ -211,11 +208,11 @@ class SharedTensor:
     @property
     def is_plain(self) -> bool:
         """Whether what passes may be shown as it is: all processes have it, and nothing around it is cut."""
-        return isinstance(self.cut, Alike) and module_path(self.site.path) not in self.layout.styles
+        return self.cut.is_whole and module_path(self.site.path) not in self.layout.styles
 
     def joined(self, x: Tensor, axis: int | None = None) -> Tensor:
         """What the processes have, put together along an axis (None: its own), without a gradient."""
-        return (self.cut if axis is None else replace(self.cut, axis=axis)).joined(x)
+        return (self.cut if None in (axis, self.cut.axis) else replace(self.cut, axis=axis)).joined(x)
 
     def check_in_place(self, module: nn.Module) -> None:
         """Looks whether what stands there is cut as it was when the bridge was made (see `Layout.check_in_place`)."""
@@ -228,7 +225,7 @@ class SharedTensor:
             if module_path(self.site.path) in self.layout.styles
             else None
         )
-        if args and given is not None and not isinstance(given, Alike):
+        if args and given is not None and not given.is_whole:
             args = (given.whole(args[0]), *args[1:])
         return _whole(module), args
 
@@ -287,7 +284,7 @@ class SharedExperts:
         self._held = {name: each for name, each in everything.items() if isinstance(each, DTensor)}
         held = self._held["down_proj"]
         group = held.device_mesh.get_group()
-        self._sum, self._gradients = Summed(-1, group), SummedGradients(-1, group)
+        self._sum, self._gradients = Cut(group, sums="tensor"), Cut(group, sums="gradient")
         self._each: int = len(held) // group.size()
         self._first_here: int = self._each * group.rank()
         #: What the forward has taken out of the parameters: the tensor, the parameter's name, the expert.

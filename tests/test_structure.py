@@ -99,6 +99,7 @@ MUTABLE = {
     ("adapters/registry.py", "_LOADING"): "held while they are imported",
     ("bridge/generation/batch.py", "_PROVED"): "what was found of each model that is there, and goes with it",
     ("bridge/generation/options.py", "_SAID"): "what was found of each model's rows, and goes with it",
+    ("bridge/generation/batch.py", "_OWNERS"): "which models have a batch now, and in which thread",
     ("bridge/generation/batch.py", "_TURN"): "held while a pass is under way that has a configuration say other things",
     (
         "bridge/programs/compiled.py",

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import io
 import os
 import re
@@ -145,12 +146,24 @@ def doubled(files: Iterable[SourceFile]) -> dict[str, list[str]]:
     return {name: paths for name, paths in sorted(homes.items()) if len(paths) > 1}
 
 
+def public_names(files: Iterable[SourceFile]) -> set[str]:
+    """What users import: names in the ``__all__`` of a package, and those that an import on a page of docs/ shows."""
+    packages = (file.path.removesuffix("/__init__.py") for file in files if file.path.endswith("/__init__.py"))
+    modules = (importlib.import_module(package.replace("/", ".")) for package in packages)
+    names = {name for module in modules for name in getattr(module, "__all__", ())}
+    shown = re.compile(rf"from (?:{'|'.join(PACKAGES)})[\w.]* import ([\w, ]+|\([^)]*\))")
+    for page in (ROOT / "docs").glob("*.md"):
+        names.update(*(re.findall(r"\w+", what) for what in shown.findall(page.read_text(encoding="utf-8"))))
+    return names
+
+
 def sizes(files: list[SourceFile]) -> dict[str, float]:
     """What a reader pays for, each with its number."""
     nodes = [node for file in files for node in ast.walk(file.tree)]
     classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
     used = Counter(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
     used += Counter(node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load))
+    public, hardly = public_names(files), [cls.name for cls in classes if used[cls.name] <= 1]
     imports = sum(
         len(_lines(node for node in ast.walk(file.tree) if isinstance(node, ast.Import | ast.ImportFrom)))
         for file in files
@@ -162,7 +175,8 @@ def sizes(files: list[SourceFile]) -> dict[str, float]:
         "protocols": sum(map(is_protocol, classes)),
         "class names that mean two things": len(doubled(files)),
         "share of imports, per cent": round(100 * imports / sum(len(code_lines(file)) for file in files), 1),
-        "classes used at most once": sum(used[cls.name] <= 1 for cls in classes),
+        "classes used at most once, not public": sum(name not in public for name in hardly),
+        "classes used at most once, with public ones": len(hardly),
     }
 
 

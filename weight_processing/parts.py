@@ -22,7 +22,8 @@ from adapters.architecture import NamedStep
 from adapters.linear import is_linear, weight_in_out
 from adapters.norms import Norm, NormKind, parameter_names
 from adapters.points import join
-from adapters.views import Call, Heads
+from adapters.views import Heads
+from adapters.views.views import NO_CALL
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Parameters that are spread over processes: put together while a transform writes to them, and cut again.
@@ -233,6 +234,9 @@ class ProcessedParts:
             return self.weights.bias(unembed, lambda: (self.cfg.d_vocab_out,))
         return self.weights.getters[name]
 
+    def _reader(self, weight: str, bias: str, path: str) -> NormReader:
+        return NormReader(weight, self.get(weight), self.get(bias), path)
+
     def _norms(self) -> Iterator[NormWithReaders]:
         for name, path, named in self.steps:
             if named.step.pre and named.leads and not named.step.pre.kind.identity:
@@ -240,12 +244,12 @@ class ProcessedParts:
             part, at = named.step.part, f"{name}.{named.name}"
             if isinstance(part, MLP) and part.ln:
                 down = join(path, part.path, part.down)
-                out = NormReader(f"{at}.W_out", self.get(f"{at}.W_out"), self.get(f"{at}.b_out"), down)
+                out = self._reader(f"{at}.W_out", f"{at}.b_out", down)
                 yield NormWithReaders(f"{at}.ln", join(path, part.path, part.ln.path), part.ln.kind, (out,))
         final = self.architecture.stack.final_norm
         if final and self.final_kind and "unembed.W_U" in self.weights.getters:
             unembed = "." + self.architecture.readout.path
-            reader = NormReader("unembed.W_U", self.get("unembed.W_U"), self.get("unembed.b_U"), unembed)
+            reader = self._reader("unembed.W_U", "unembed.b_U", unembed)
             yield NormWithReaders("ln_final", final.path, self.final_kind, (reader,))
 
     def _norm_before(self, name: str, path: str, named: NamedStep, norm: Norm) -> NormWithReaders:
@@ -263,7 +267,7 @@ class ProcessedParts:
         if isinstance(part, Attention):
             for letter, projection in part.projections.items():
                 weight, bias = self.find(at, f"W_{letter.upper()}"), self.find(at, f"b_{letter.upper()}")
-                yield NormReader(weight, self.get(weight), self.get(bias), join(path, part.path, projection.path))
+                yield self._reader(weight, bias, join(path, part.path, projection.path))
         elif isinstance(part, MoE):
             names = [f"{at}.W_gate.weight"]
             for e in range(self.cfg.num_experts or 0):
@@ -275,7 +279,7 @@ class ProcessedParts:
                 yield NormReader(weight, _transposed(self.get(weight)), None, "")
         for at, inside, mlp in _feed_forward(name, path, named):
             up = join(inside, mlp.up.path)
-            yield NormReader(f"{at}.W_in", self.get(f"{at}.W_in"), self.get(f"{at}.b_in"), up)
+            yield self._reader(f"{at}.W_in", f"{at}.b_in", up)
             if mlp.gate:
                 yield NormReader(f"{at}.W_gate", self.get(f"{at}.W_gate"), None, join(inside, mlp.gate.path))
 
@@ -325,7 +329,7 @@ class ProcessedParts:
         view = self.attn.v.view or Heads(self.cfg.n_kv_heads)
         weight = weight_in_out(self.weights.module(self.value(path)))
         assert weight is not None
-        return view.get(torch.arange(weight.shape[1], device="cpu"), Call(nn.Identity(), (), {}))
+        return view.get(torch.arange(weight.shape[1], device="cpu"), NO_CALL)
 
     def has_bias(self, path: str) -> bool:
         return getattr(self.weights.module(path), "bias", None) is not None

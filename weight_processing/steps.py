@@ -89,21 +89,18 @@ def do_center_writing_weights(parts: ProcessedParts, saved_biases: SavedBiases) 
 def do_center_unembed(parts: ProcessedParts, saved_biases: SavedBiases) -> None:
     """Centres the unembedding and its bias."""
     with parts.around(""):
-        _center_unembed(parts)
-
-
-def _center_unembed(parts: ProcessedParts) -> None:
-    W_U = parts.get("unembed.W_U")()
-    pieces = list(_pieces(parts, W_U, 1))  # the stored matrix has the vocabulary first: these lie together in memory
-    # One total: a sum for each piece, kept, would hold the freed pieces between them apart.
-    total = torch.zeros_like(precise(W_U[:, :1]))
-    for piece in pieces:
-        total += precise(piece).sum(1, keepdim=True)
-    for piece in pieces:
-        piece.copy_(center_unembed(precise(piece), total / W_U.shape[1]))
-    if parts.has_bias("." + parts.architecture.readout.path):
-        bias = parts.get("unembed.b_U")()
-        bias.copy_(center_unembed(precise(bias)))
+        W_U = parts.get("unembed.W_U")()
+        # The stored matrix has the vocabulary first: these lie together in memory.
+        pieces = list(_pieces(parts, W_U, 1))
+        # One total: a sum for each piece, kept, would hold the freed pieces between them apart.
+        total = torch.zeros_like(precise(W_U[:, :1]))
+        for piece in pieces:
+            total += precise(piece).sum(1, keepdim=True)
+        for piece in pieces:
+            piece.copy_(center_unembed(precise(piece), total / W_U.shape[1]))
+        if parts.has_bias("." + parts.architecture.readout.path):
+            bias = parts.get("unembed.b_U")()
+            bias.copy_(center_unembed(precise(bias)))
 
 
 def do_fold_value_biases(parts: ProcessedParts, saved_biases: SavedBiases) -> None:

@@ -17,7 +17,7 @@ from adapters.automatic.norms import norm_kind
 from adapters.inputs import accepted_arguments
 from adapters.observe.observe import BorderTensor, ModuleCall, NotFound, Recording
 from adapters.observe.recognised import NEGLIGIBLE, agree
-from adapters.points import core_path, is_inside, join, members_of, module_path, token_embedding
+from adapters.points import core_of, is_inside, join, members_of, module_path, token_embedding
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ def refuse_two_towers(model: nn.Module) -> None:
     Raises:
         NotFound: this is one.
     """
-    core = model.get_submodule(core_path(model))
+    core = core_of(model)
     accepted = accepted_arguments(type(core).forward)
     inside = [name for name, child in core.named_children() if isinstance(child, PreTrainedModel)]
     # What asks for the contrastive loss: CLIP and its kin take it.

@@ -32,7 +32,7 @@ from adapters.observe.observe import (
     tightest,
 )
 from adapters.observe.recognised import FITTED, NEGLIGIBLE, agree, worked_out
-from adapters.points import base_path, core_path, token_embedding
+from adapters.points import base_path, core_of, token_embedding
 from adapters.views import Affine, Args, Chain, Kwargs, times, transformed
 from adapters.views.views import place_of_input
 
@@ -99,7 +99,7 @@ def taken_as(found: FoundEmbedding, model: nn.Module, given: Given, first: Modul
         first: the call of the first block.
     """
     made, named = found.embedding, {name: x for name, x in given.items() if name != "input_ids"}
-    core = model.get_submodule(core_path(model))
+    core = core_of(model)
     if "input_ids" not in given or not may_take(core, "inputs_embeds"):
         return found
     assert first.entered is not None

@@ -6,16 +6,16 @@ from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture, Block, Embedding, Readout, Stack, Step, tables
 from adapters.attention import Attention, Projection
-from adapters.families.shapes.gpt2 import WIDE_AND_BACK, K, Q, V, fused, gpt2_like
+from adapters.families.shapes.gpt2 import WIDE_AND_BACK, K, Q, V, fused, gpt2_like, in_a_row
 from adapters.feed_forward import MLP
 from adapters.norms import LAYER_NORM, Norm
 from adapters.registry import UnsupportedModelError, only
-from adapters.views import AlibiScores, Composed, FilledScores, HeadsOfBatch, MaskedScores, columns
+from adapters.views import AlibiScores, Composed, FilledScores, HeadsOfBatch, MaskedScores
 
 
 def gpt2(config: PreTrainedConfig) -> Architecture:
     width, heads = config.hidden_size, config.num_attention_heads
-    q, k, v = (Projection("c_attn", columns(i * width, (i + 1) * width, heads)) for i in range(3))
+    q, k, v = in_a_row("c_attn", width // heads, heads, heads)
     return gpt2_like(
         Attention("attn", q, k, v, o="c_proj"),
         pos_embed="wpe",
@@ -75,7 +75,7 @@ def gpt_neo(config: PreTrainedConfig) -> Architecture:
 def mpt(config: PreTrainedConfig) -> Architecture:
     only(config.attn_config, clip_qkv=(None, 0))  # queries, keys and values would not be what their projection makes
     width, heads, scale = config.hidden_size, config.n_heads, config.attn_config.softmax_scale
-    q, k, v = (Projection("Wqkv", columns(i * width, (i + 1) * width, heads)) for i in range(3))
+    q, k, v = in_a_row("Wqkv", width // heads, heads, heads)
     return gpt2_like(
         Attention("attn", q, k, v, o="out_proj"),
         MLP("ffn", up=Projection("up_proj"), down="down_proj"),
@@ -164,7 +164,7 @@ def opt(config: PreTrainedConfig) -> Architecture:
 
 def openai_gpt(config: PreTrainedConfig) -> Architecture:
     width, heads = config.hidden_size, config.num_attention_heads
-    q, k, v = (Projection("c_attn", columns(i * width, (i + 1) * width, heads)) for i in range(3))
+    q, k, v = in_a_row("c_attn", width // heads, heads, heads)
     attn = Attention("attn", q, k, v, o="c_proj", scores=FilledScores(-5000.0))  # it hides with -10000
     mlp = MLP("mlp", up=Projection("c_fc"), down="c_proj")
     norms = Norm("ln_1", LAYER_NORM), Norm("ln_2", LAYER_NORM)

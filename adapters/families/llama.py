@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from adapters.architecture import Architecture, language_part
 from adapters.attention import Attention, Projection
 from adapters.config import first
+from adapters.families.shapes.gpt2 import in_a_row
 from adapters.families.shapes.llama import (
     ATTENTION,
     FEED_FORWARD,
@@ -21,7 +22,7 @@ from adapters.families.shapes.llama import (
 from adapters.feed_forward import MLP
 from adapters.norms import LAYER_NORM, NormKind
 from adapters.registry import only
-from adapters.views import columns, interleaved
+from adapters.views import interleaved
 
 __all__ = ["ATTENTION", "FEED_FORWARD", "UNGATED", "arcee", "llama", "llama_like"]
 #: Llama's MLP without a gate.
@@ -110,13 +111,8 @@ def nemotron(config: PreTrainedConfig) -> Architecture:
 def phi3(config: PreTrainedConfig) -> Architecture:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     d_head = first(config, "head_dim") or config.hidden_size // heads
-    keys, values, end = heads * d_head, (heads + kv_heads) * d_head, (heads + 2 * kv_heads) * d_head
-    attn = replace(
-        ATTENTION,
-        q=Projection("qkv_proj", columns(0, keys, heads)),
-        k=Projection("qkv_proj", columns(keys, values, kv_heads)),
-        v=Projection("qkv_proj", columns(values, end, kv_heads)),
-    )
+    q, k, v = in_a_row("qkv_proj", d_head, heads, kv_heads)
+    attn = replace(ATTENTION, q=q, k=k, v=v)
     gate, up = fused_gate("gate_up_proj", config.intermediate_size)
     mlp = MLP("mlp", up=up, gate=gate, down="down_proj")
     return llama_like(config, attn=attn, mlp=mlp, out=("resid_attn_dropout", "resid_mlp_dropout"))

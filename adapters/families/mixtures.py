@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from adapters.architecture import Architecture, Block, Embedding, Readout, Stack, Step
 from adapters.attention import Attention, Gate, Projection, SinkGate
 from adapters.families.llama import VALUES
+from adapters.families.shapes.gpt2 import in_a_row
 from adapters.families.shapes.llama import (
     ATTENTION,
     FEED_FORWARD,
@@ -37,7 +38,7 @@ from adapters.families.shapes.mixture import (
 from adapters.feed_forward import MLP, ChosenBy, MoE
 from adapters.norms import LAYER_NORM, Norm, NormKind
 from adapters.registry import UnsupportedModelError, only, register
-from adapters.views import MaskedScores, SinkScores, columns
+from adapters.views import MaskedScores, SinkScores
 
 
 def mixtral(config: PreTrainedConfig) -> Architecture:
@@ -174,11 +175,8 @@ def dbrx(config: PreTrainedConfig) -> Architecture:
     """Queries, keys and values are one layer's, clamped; its router returns logits alone."""
     own, mixture = config.attn_config, config.ffn_config
     n_heads, n_kv_heads, d_head = config.n_heads, own.kv_n_heads, config.d_model // config.n_heads
-    ends = [n * d_head for n in (0, n_heads, n_heads + n_kv_heads, n_heads + 2 * n_kv_heads)]
-    q, k, v = (
-        Projection("Wqkv", columns(ends[i], ends[i + 1], n)) for i, n in enumerate((n_heads, n_kv_heads, n_kv_heads))
-    )
-    attention = Attention("norm_attn_norm.attn", q, k, v, o="out_proj", rotary="last")
+    qkv = in_a_row("Wqkv", d_head, n_heads, n_kv_heads)
+    attention = Attention("norm_attn_norm.attn", *qkv, o="out_proj", rotary="last")
     if own.clip_qkv is not None:
         attention = replace(attention, clamp=(own.clip_qkv, "made"))
     moe = MoE("ffn", router="router", router_returns=("logits",))

@@ -39,7 +39,7 @@ from torch.overrides import TorchFunctionMode
 from adapters.attention import pattern_of, per_head, result_of, scores_of
 from adapters.inputs import argument_names
 from adapters.points import Site, is_inside, token_embedding
-from adapters.spread import Alike, Cut, Layout, SpreadModelError
+from adapters.spread import Cut, Layout, SpreadModelError
 from adapters.views.attention import KernelArguments
 from adapters.views.views import place_of_input
 
@@ -443,7 +443,7 @@ class NotFound(Exception):
     """Something is not what a declaration could say; the message says what."""
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """An error in one line.
 
     Args:
@@ -517,7 +517,7 @@ class CallRecorder:
         """How what passes a module is spread over processes; None where it is whole, or nobody knows."""
         try:
             cut = None if self._layout is None else self._layout.cut(Site(path, kind))
-            return None if isinstance(cut, Alike) else cut
+            return None if cut is None or cut.is_whole else cut
         except SpreadModelError:
             return None
 

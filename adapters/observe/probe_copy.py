@@ -233,7 +233,7 @@ def trivial_parameters(model: nn.Module) -> list[str]:
 
 
 def _is_trivial(p: Tensor) -> bool:
-    """Whether all elements are the first: of most parameters the second is not. A scalar may be one or zero by chance."""
+    """Whether all elements are the first: of most parameters the second is not. A scalar may be 1 or 0 by chance."""
     plain = type(p) in (nn.Parameter, Tensor) or isinstance(p, DTensor)
     if not plain or not p.is_floating_point() or p.numel() == 0:
         return False

@@ -84,12 +84,15 @@ class gathered(View):
     flat: bool = False
     identity = False
 
+    def _index(self, x: Tensor) -> Tensor:
+        return torch.tensor(self.rows[0] if self.flat else self.rows, device=x.device)
+
     def get(self, x: Tensor, call: Call) -> Tensor:
-        return x[..., torch.tensor(self.rows[0] if self.flat else self.rows, device=x.device)]
+        return x[..., self._index(x)]
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         whole = x.clone()
-        whole[..., torch.tensor(self.rows[0] if self.flat else self.rows, device=x.device)] = new
+        whole[..., self._index(x)] = new
         return whole
 
 
@@ -217,17 +220,10 @@ class AlibiScores(MaskedScores):
 
 
 class SinkPattern(View):
-    """A pattern without the attention sink's column, which is the last: rows sum to less than one.
-
-    Args:
-        sinks: the name of the attention module's parameter that holds each head's sink.
-    """
+    """A pattern without the attention sink's column, which is the last: rows sum to less than one."""
 
     identity = False
     by_row = True
-
-    def __init__(self, sinks: str) -> None:
-        self.sinks = sinks
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         return x[..., :-1]
@@ -245,7 +241,7 @@ class SinkScores(View):
 
     Args:
         inner: the view of the scores.
-        sinks: as for `SinkPattern`.
+        sinks: the name of the attention module's parameter that holds each head's sink.
     """
 
     identity = False
@@ -288,8 +284,7 @@ class KernelArguments(NamedTuple):
 
     def with_products(self, query: Tensor, key: Tensor) -> KernelArguments:
         """The same call with other queries and keys."""
-        _, _, value, mask, dropped, causal, scale, grouped = self
-        return KernelArguments(query, key, value, mask, dropped, causal, scale, grouped)
+        return KernelArguments(query, key, *self[2:])
 
     def of(self, kernel: Callable[..., Tensor]) -> Tensor:
         """What a kernel makes of them."""

@@ -120,6 +120,10 @@ class Call:
         return Call(self.module, args, kwargs, self.sources, self.scratch)
 
 
+#: For views that do not look at the call.
+NO_CALL = Call(nn.Identity(), (), {})
+
+
 def split(x: Tensor, n: int) -> Tensor:
     """``... (n d) -> ... n d``, a view. (`Tensor.unflatten` does the same through several layers of Python.)"""
     return x.view(*x.shape[:-1], n, x.shape[-1] // n)

@@ -36,6 +36,9 @@ ErrorMeasure = Literal["abs", "mul"]
 LayerHeadTuple = tuple[int, int]
 LayerToHead = dict[int, list[int]]
 
+#: Pairs of layer and head, or for each layer its heads; None: all.
+SomeHeads = Sequence[LayerHeadTuple] | Mapping[int, Sequence[int]] | None
+
 INVALID_HEAD_NAME_ERR = f"the detection pattern must be a tensor or one of {', '.join(HEAD_NAMES)}; it is %s"
 SEQ_LEN_ERR = "the text must be two tokens or more, BOS included, and no longer than the model's context"
 DET_PAT_NOT_SQUARE_ERR = (
@@ -54,7 +57,7 @@ def detect_head(
     model: StudiedBridge,
     seq: str | Sequence[str] | Int[Tensor, "pos"] | Int[Tensor, "batch pos"],
     detection_pattern: Num[Tensor, "query key"] | str,
-    heads: Sequence[LayerHeadTuple] | Mapping[int, Sequence[int]] | None = None,
+    heads: SomeHeads = None,
     cache: Mapping[str, Tensor] | None = None,
     *,
     exclude_bos: bool = False,
@@ -186,9 +189,7 @@ def _n_heads(model: StudiedBridge, layer: int) -> int:
     return heads_shown(model.cfg, hook.point.axes) if hook else model.cfg.n_heads
 
 
-def _heads(
-    model: StudiedBridge, heads: Sequence[LayerHeadTuple] | Mapping[int, Sequence[int]] | None
-) -> dict[int, list[int]]:
+def _heads(model: StudiedBridge, heads: SomeHeads) -> dict[int, list[int]]:
     """For each layer that was asked for, its heads."""
     cfg = model.cfg
     if heads is None:

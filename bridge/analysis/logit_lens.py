@@ -9,9 +9,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from adapters.norms import at_least_float32
-from bridge.analysis.analysis import AnalysedRun, refuse_no_logit_sum
+from bridge.analysis.analysis import refuse_no_logit_sum
 from bridge.analysis.decomposition import terms_of
-from bridge.analysis.residual import logit_attributions
+from bridge.analysis.residual import ResidualMethods
 from bridge.hooks.arguments import refuse_wrong_types
 from bridge.hooks.asked import StudiedBridge
 from bridge.hooks.names import last_stream
@@ -85,10 +85,10 @@ def head_contributions(
     results = [f"blocks.{i}.attn.hook_result" for i in layers]
     scales = [name for name in bridge.hook_dict if _SCALE.fullmatch(name)]
     _, cache = bridge.run_with_cache(tokens, names_filter=[*results, *scales], pos_slice=-1)
-    assert isinstance(cache, AnalysedRun)  # no plain dictionary was asked for
+    assert isinstance(cache, ResidualMethods)  # no plain dictionary was asked for
     terms = terms_of(cache, groups=["attn"], heads=True, post_norms=True)
     pairs = answers[:, None], others[:, None]
-    parts = [logit_attributions(cache, at_least_float32(each.value), *pairs, norm_weights=True) for each in terms]
+    parts = [cache.logit_attrs(at_least_float32(each.value), *pairs, norm_weights=True) for each in terms]
     found = parts[0].new_zeros(len(tokens), n, max(map(len, parts)))  # a layer may have fewer heads than another
     for layer, part in zip(layers, parts, strict=True):
         found[:, layer, : len(part)] = part[:, :, 0].T

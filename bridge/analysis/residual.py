@@ -16,11 +16,6 @@ from bridge.hooks.arguments import check_choice, refuse_wrong_types
 from bridge.hooks.asked import StudiedBridge
 from bridge.hooks.names import act_name, last_stream
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What a layer, or a logit, gets from each term of the residual stream.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 #: A token: its text, its id, or ids in a tensor.
 Tokens = str | int | Tensor
 _LEFT_OUT = (
@@ -28,10 +23,25 @@ _LEFT_OUT = (
     "parts do not sum to the logits. process_weights() folds it, norm_weights=True counts it, and norm_weights=False "
     "says that it is to be left out."
 )
+#: How many numbers of terms behind the final norm are in memory at once, where they make a number for each position.
+_AT_ONCE = 2**24
+
+Stack = Float[Tensor, "component ..."] | tuple[Float[Tensor, "component ..."], list[str]]
 
 
-class AttributionMethods(AnalysedRun):
-    """The methods of `ActivationCache` that look at the residual stream through the norm that reads it."""
+class ResidualMethods(AnalysedRun):
+    """What a cache says about the residual stream; names, arguments and order as HookedTransformer's.
+
+    In all methods `layer` means what enters that layer; None and -1 mean the end of the stream. `pos_slice` picks
+    positions: an index (the axis goes), a tuple ``(start, stop)``, or a list of indices. ``return_labels`` adds a list
+    of names of the components. Nothing here runs the model.
+
+    The terms sum to the residual stream, rounding aside, with these limits. In blocks whose attention and MLP read the
+    same stream (GPT-NeoX, GPT-J, Phi), ``mlp_input=True`` adds the layer's attention although its MLP does not read it.
+    Where norms stand on the stream itself (BERT), a term is what these norms leave of it, their scales held at those of
+    the run, and their biases are a term of their own. Heads and neurons before a norm that follows attention or MLP
+    (Gemma 2 and 3) sum with ``post_norms=True`` only. What images put into the stream of a text is a term, ``images``.
+    """
 
     @refuse_wrong_types
     def stack_activation(
@@ -95,7 +105,22 @@ class AttributionMethods(AnalysedRun):
             >>> bool((terms.sum(0) - cache["normalized", 2, "ln1"]).abs().max() < 1e-4)
             True
         """
-        return through_norm(self, residual_stack, layer, mlp_input, pos_slice, batch_slice, has_batch_dim, recompute_ln)
+        layer = layer_of(self.model, layer, mlp_input)
+        if has_batch_dim:
+            residual_stack = pick(residual_stack, batch_slice, 1)
+        norm = norm_before(self.model, layer, mlp_input)
+        if norm is None:
+            return residual_stack
+        with gradients_of(residual_stack):
+            if recompute_ln and layer == self.model.cfg.n_layers:
+                self.module_of_the_run(norm.scale_name)
+                return norm.recomputed(residual_stack)
+            everywhere = require(self, [norm.scale_name])[0]
+            scale = pick(everywhere, pos_slice, -2)
+            if self.has_batch_dim:
+                everywhere, scale = pick(everywhere, batch_slice, 0), pick(scale, batch_slice, 0)
+            _check_fits(residual_stack, scale, everywhere, has_batch_dim)
+            return norm.scaled(residual_stack, scale.to(residual_stack.device))
 
     @refuse_wrong_types
     def logit_attrs(
@@ -140,197 +165,40 @@ class AttributionMethods(AnalysedRun):
             >>> bool((parts.sum(0) - right).abs().max() < 1e-3)
             True
         """
-        return logit_attributions(
-            self, residual_stack, tokens, incorrect_tokens, pos_slice, batch_slice, has_batch_dim, norm_weights
-        )
-
-
-def through_norm(
-    cache: AnalysedRun,
-    residual_stack: Float[Tensor, "component *batch_pos d_model"],
-    layer: int | None = None,
-    mlp_input: bool = False,
-    pos_slice: Index = None,
-    batch_slice: Index = None,
-    has_batch_dim: bool = True,
-    recompute_ln: bool = False,
-) -> Float[Tensor, "component *batch_pos_out d_model"]:
-    """Terms of the residual stream as a layer reads them; see `AttributionMethods.apply_ln_to_stack`.
-
-    Args:
-        cache: an `ActivationCache`.
-        residual_stack, layer, mlp_input, pos_slice, batch_slice, has_batch_dim, recompute_ln: as there.
-
-    Example:
-        >>> from bridge import TransformerBridge
-        >>> from bridge.analysis.residual import through_norm
-        >>> _, cache = TransformerBridge.boot_embedded().run_with_cache("Mary and")
-        >>> through_norm(cache, cache["embed"][None], layer=2).shape
-        torch.Size([1, 1, 3, 128])
-    """
-    layer = layer_of(cache.model, layer, mlp_input)
-    if has_batch_dim:
-        residual_stack = pick(residual_stack, batch_slice, 1)
-    norm = norm_before(cache.model, layer, mlp_input)
-    if norm is None:
-        return residual_stack
-    with gradients_of(residual_stack):
-        if recompute_ln and layer == cache.model.cfg.n_layers:
-            cache.module_of_the_run(norm.scale_name)
-            return norm.recomputed(residual_stack)
-        everywhere = require(cache, [norm.scale_name])[0]
-        scale = pick(everywhere, pos_slice, -2)
-        if cache.has_batch_dim:
-            everywhere, scale = pick(everywhere, batch_slice, 0), pick(scale, batch_slice, 0)
-        _check_fits(residual_stack, scale, everywhere, has_batch_dim)
-        return norm.scaled(residual_stack, scale.to(residual_stack.device))
-
-
-def _check_fits(
-    stack: Float[Tensor, "..."], scale: Float[Tensor, "..."], everywhere: Float[Tensor, "..."], has_batch_dim: bool
-) -> None:
-    """Refuses a stack of other rows or positions than the scale: broadcasting could take one for the other.
-
-    Raises:
-        ValueError: it is one.
-    """
-    wanted = list(scale.shape[:-1])
-    if not has_batch_dim and wanted[:1] == [1] and len(wanted) == stack.ndim - 1:
-        wanted = wanted[1:]
-    # Whatever comes before the rows counts components: nothing (one stream), one axis, or several (layers and heads).
-    fits = wanted == list(stack.shape[max(0, stack.ndim - 1 - len(wanted)) : -1])
-    # Components of all positions are not layers and heads, though there be as many rows as positions.
-    of_all = scale.shape != everywhere.shape and stack.shape[1:-1] == everywhere.shape[:-1]
-    if not fits or of_all:
-        raise ValueError(
-            f"residual_stack has shape {list(stack.shape)}; with this pos_slice and batch_slice the cache has scales "
-            f"for {wanted}: the stack must be [component, {', '.join(map(str, [*wanted, 'd_model']))}], of the same "
-            "positions (give pos_slice to what made it, too)"
-        )
-
-
-#: How many numbers of terms behind the final norm are in memory at once, where they make a number for each position.
-_AT_ONCE = 2**24
-
-
-def logit_attributions(
-    cache: AnalysedRun,
-    residual_stack: Float[Tensor, "component *batch_pos d_model"],
-    tokens: Tokens,
-    incorrect_tokens: Tokens | None = None,
-    pos_slice: Index = None,
-    batch_slice: Index = None,
-    has_batch_dim: bool = True,
-    norm_weights: bool | None = None,
-) -> Float[Tensor, " component *batch_pos_out"]:
-    """What each term adds to the logit of a token; see `AttributionMethods.logit_attrs`.
-
-    Args:
-        cache: an `ActivationCache`.
-        residual_stack, tokens, incorrect_tokens, pos_slice, batch_slice, has_batch_dim, norm_weights: as there.
-
-    Example:
-        >>> from bridge import TransformerBridge
-        >>> from bridge.analysis.residual import logit_attributions
-        >>> _, cache = TransformerBridge.boot_embedded().run_with_cache("Mary and")
-        >>> logit_attributions(cache, cache.decompose_resid(), " John", " Mary").shape
-        torch.Size([9, 1, 3])
-    """
-    model = cache.model
-    refuse_no_logit_sum(model)
-    if "unembed.hook_in" in model.hook_dict:
-        cache.module_of_the_run("unembed.hook_in")
-    norm = norm_of(model, "ln_final")
-    if norm is not None:
-        cache.module_of_the_run(norm.scale_name)
-        norm.refuse_gate()
-    with gradients_of(residual_stack):
-        directions = directions_of(model, tokens)
-        if incorrect_tokens is not None:
-            others = directions_of(model, incorrect_tokens)
-            if others.shape != directions.shape:
-                raise ValueError(
-                    f"tokens and incorrect_tokens have different shapes: {list(directions.shape[:-1])} and "
-                    f"{list(others.shape[:-1])}"
-                )
-            directions = directions - others
-        weight = None if norm is None else norm.weight
-        if norm_weights is None:
-            norm_weights = model.counts_norm_weights
-            if not norm_weights and weight is not None and bool((weight != 1).any()):
-                warnings.warn(_LEFT_OUT, stacklevel=3)
-        if norm_weights and weight is not None:
-            directions = directions * weight.to(directions.device)
-        # Some terms after the other: what the norm leaves of all of them is as large as the stack.
-        at_once = max(1, len(residual_stack) * _AT_ONCE // max(1, residual_stack.numel()))
-        found = []
-        for some in residual_stack.split(at_once) if residual_stack.ndim == 4 else (residual_stack,):
-            terms = through_norm(cache, some, None, False, pos_slice, batch_slice, has_batch_dim)
-            along = _broadcastable(directions.to(terms.device), terms, has_batch_dim)
-            plain = along.ndim == 1 and along.dtype == terms.dtype
-            found.append(terms @ along if plain else (terms * along).sum(-1))
-        return found[0] if len(found) == 1 else torch.cat(found)
-
-
-def _broadcastable(directions: Tensor, terms: Tensor, has_batch_dim: bool) -> Tensor:
-    """The directions with the axes of one term: one for each row of the batch holds for all of its positions."""
-    axes = terms.shape[1:-1]
-    given = directions.shape[:-1]
-    if len(given) == 1 and len(axes) == 2 and has_batch_dim and given[0] == axes[0]:
-        return directions.unsqueeze(1)
-    if given and given != axes[len(axes) - len(given) :]:
-        raise ValueError(
-            f"tokens of shape {list(given)} do not fit terms of shape {list(axes)} (batch and positions, after "
-            "slicing): give one token, or one for each row, or one for each position"
-        )
-    return directions
-
-
-def directions_of(model: StudiedBridge, tokens: Tokens) -> Float[Tensor, "*tokens d_model"]:
-    """The columns of the unembedding that belong to tokens; see `TransformerBridge.tokens_to_residual_directions`.
-
-    Args:
-        model: the bridge.
-        tokens: as there.
-
-    Example:
-        >>> import torch
-        >>> from bridge import TransformerBridge
-        >>> from bridge.analysis.residual import directions_of
-        >>> directions_of(TransformerBridge.boot_embedded(), torch.tensor([[5, 7]])).shape
-        torch.Size([1, 2, 128])
-    """
-    if isinstance(tokens, str):
-        tokens = model.to_single_token(tokens)
-    if "unembed.W_U" not in model.weights.getters:
-        raise ValueError(f"{model.cfg.model_name} has no unembedding: nothing is attributed to logits")
-    ids = torch.as_tensor(tokens)
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise TypeError(f"tokens are {ids.dtype}; they must be whole numbers, or the text of one token")
-    if ids.numel() == 1:
-        ids = ids.reshape(())
-    n = model.cfg.d_vocab_out
-    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < n:
-        raise ValueError(f"tokens go from {int(ids.min())} to {int(ids.max())}; the model has logits for 0 to {n - 1}")
-    return model.weights.unembedding_of(ids)
-
-
-Stack = Float[Tensor, "component ..."] | tuple[Float[Tensor, "component ..."], list[str]]
-
-
-class ResidualMethods(AttributionMethods):
-    """What a cache says about the residual stream; names, arguments and order as HookedTransformer's.
-
-    In all methods `layer` means what enters that layer; None and -1 mean the end of the stream. `pos_slice` picks
-    positions: an index (the axis goes), a tuple ``(start, stop)``, or a list of indices. ``return_labels`` adds a list
-    of names of the components. Nothing here runs the model.
-
-    The terms sum to the residual stream, rounding aside, with these limits. In blocks whose attention and MLP read the
-    same stream (GPT-NeoX, GPT-J, Phi), ``mlp_input=True`` adds the layer's attention although its MLP does not read it.
-    Where norms stand on the stream itself (BERT), a term is what these norms leave of it, their scales held at those of
-    the run, and their biases are a term of their own. Heads and neurons before a norm that follows attention or MLP
-    (Gemma 2 and 3) sum with ``post_norms=True`` only. What images put into the stream of a text is a term, ``images``.
-    """
+        model = self.model
+        refuse_no_logit_sum(model)
+        if "unembed.hook_in" in model.hook_dict:
+            self.module_of_the_run("unembed.hook_in")
+        norm = norm_of(model, "ln_final")
+        if norm is not None:
+            self.module_of_the_run(norm.scale_name)
+            norm.refuse_gate()
+        with gradients_of(residual_stack):
+            directions = directions_of(model, tokens)
+            if incorrect_tokens is not None:
+                others = directions_of(model, incorrect_tokens)
+                if others.shape != directions.shape:
+                    raise ValueError(
+                        f"tokens and incorrect_tokens have different shapes: {list(directions.shape[:-1])} and "
+                        f"{list(others.shape[:-1])}"
+                    )
+                directions = directions - others
+            weight = None if norm is None else norm.weight
+            if norm_weights is None:
+                norm_weights = model.counts_norm_weights
+                if not norm_weights and weight is not None and bool((weight != 1).any()):
+                    warnings.warn(_LEFT_OUT, stacklevel=3)
+            if norm_weights and weight is not None:
+                directions = directions * weight.to(directions.device)
+            # Some terms after the other: what the norm leaves of all of them is as large as the stack.
+            at_once = max(1, len(residual_stack) * _AT_ONCE // max(1, residual_stack.numel()))
+            found = []
+            for some in residual_stack.split(at_once) if residual_stack.ndim == 4 else (residual_stack,):
+                terms = self.apply_ln_to_stack(some, None, False, pos_slice, batch_slice, has_batch_dim)
+                along = _broadcastable(directions.to(terms.device), terms, has_batch_dim)
+                plain = along.ndim == 1 and along.dtype == terms.dtype
+                found.append(terms @ along if plain else (terms * along).sum(-1))
+            return found[0] if len(found) == 1 else torch.cat(found)
 
     @property
     def has_embed(self) -> bool:
@@ -674,3 +542,69 @@ class ResidualMethods(AttributionMethods):
 def _along(written: Tensor, directions: Tensor | None) -> Tensor:
     """What is written, or its dot products with directions."""
     return written if directions is None else written @ directions.to(written)
+
+
+def _check_fits(
+    stack: Float[Tensor, "..."], scale: Float[Tensor, "..."], everywhere: Float[Tensor, "..."], has_batch_dim: bool
+) -> None:
+    """Refuses a stack of other rows or positions than the scale: broadcasting could take one for the other.
+
+    Raises:
+        ValueError: it is one.
+    """
+    wanted = list(scale.shape[:-1])
+    if not has_batch_dim and wanted[:1] == [1] and len(wanted) == stack.ndim - 1:
+        wanted = wanted[1:]
+    # Whatever comes before the rows counts components: nothing (one stream), one axis, or several (layers and heads).
+    fits = wanted == list(stack.shape[max(0, stack.ndim - 1 - len(wanted)) : -1])
+    # Components of all positions are not layers and heads, though there be as many rows as positions.
+    of_all = scale.shape != everywhere.shape and stack.shape[1:-1] == everywhere.shape[:-1]
+    if not fits or of_all:
+        raise ValueError(
+            f"residual_stack has shape {list(stack.shape)}; with this pos_slice and batch_slice the cache has scales "
+            f"for {wanted}: the stack must be [component, {', '.join(map(str, [*wanted, 'd_model']))}], of the same "
+            "positions (give pos_slice to what made it, too)"
+        )
+
+
+def _broadcastable(directions: Tensor, terms: Tensor, has_batch_dim: bool) -> Tensor:
+    """The directions with the axes of one term: one for each row of the batch holds for all of its positions."""
+    axes = terms.shape[1:-1]
+    given = directions.shape[:-1]
+    if len(given) == 1 and len(axes) == 2 and has_batch_dim and given[0] == axes[0]:
+        return directions.unsqueeze(1)
+    if given and given != axes[len(axes) - len(given) :]:
+        raise ValueError(
+            f"tokens of shape {list(given)} do not fit terms of shape {list(axes)} (batch and positions, after "
+            "slicing): give one token, or one for each row, or one for each position"
+        )
+    return directions
+
+
+def directions_of(model: StudiedBridge, tokens: Tokens) -> Float[Tensor, "*tokens d_model"]:
+    """The columns of the unembedding that belong to tokens; see `TransformerBridge.tokens_to_residual_directions`.
+
+    Args:
+        model: the bridge.
+        tokens: as there.
+
+    Example:
+        >>> import torch
+        >>> from bridge import TransformerBridge
+        >>> from bridge.analysis.residual import directions_of
+        >>> directions_of(TransformerBridge.boot_embedded(), torch.tensor([[5, 7]])).shape
+        torch.Size([1, 2, 128])
+    """
+    if isinstance(tokens, str):
+        tokens = model.to_single_token(tokens)
+    if "unembed.W_U" not in model.weights.getters:
+        raise ValueError(f"{model.cfg.model_name} has no unembedding: nothing is attributed to logits")
+    ids = torch.as_tensor(tokens)
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"tokens are {ids.dtype}; they must be whole numbers, or the text of one token")
+    if ids.numel() == 1:
+        ids = ids.reshape(())
+    n = model.cfg.d_vocab_out
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < n:
+        raise ValueError(f"tokens go from {int(ids.min())} to {int(ids.max())}; the model has logits for 0 to {n - 1}")
+    return model.weights.unembedding_of(ids)

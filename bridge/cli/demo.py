@@ -83,8 +83,9 @@ def report(bridge: TransformerBridge, prompt: str, answers: tuple[str, str] | No
     top = strongest(direct, 3)
     base = difference(bridge, tokens, pair)
     yield f"\nAblating the heads that contribute most (their z set to zero); the difference is {base:+.2f} without"
-    rows = [[name([head]), f"{direct[head]:+.2f}", change(bridge, tokens, pair, [head])] for head in top]
-    yield from table(["heads", "direct", "difference"], [*rows, [name(top), "", change(bridge, tokens, pair, top)]])
+    rows = [(name([head]), f"{direct[head]:+.2f}", [head]) for head in top] + [(name(top), "", top)]
+    changed = ([*row, f"{difference(bridge, tokens, pair, heads):+.2f}"] for *row, heads in rows)
+    yield from table(["heads", "direct", "difference"], changed)
 
 
 def population(bridge: TransformerBridge, n: int = 100) -> Iterable[str]:
@@ -149,13 +150,6 @@ def difference(
     """The logit of one token less that of another, with some heads ablated."""
     logits = ablated(bridge, tokens, heads)[0]
     return (logits[pair[0]] - logits[pair[1]]).item()
-
-
-def change(
-    bridge: TransformerBridge, tokens: Tensor, pair: tuple[Tensor, Tensor], heads: Sequence[tuple[int, int]]
-) -> str:
-    """How an ablation changes the difference."""
-    return f"{difference(bridge, tokens, pair, heads):+.2f}"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable[str]:

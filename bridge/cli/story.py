@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bridge import pictures
 from bridge.analysis.logit_lens import head_contributions, logit_lens
-from bridge.cli.demo import ANSWERS, PROMPT, ablated, name, strongest
+from bridge.cli.demo import ANSWERS, PROMPT, difference, name, strongest
 from bridge.cli.model import check_prompt, named_model
 from bridge.patching import get_act_patch_attn_head_out_all_pos, get_act_patch_block_every
 from bridge.pictures.style import visible
@@ -60,7 +60,8 @@ class _Story:
         self.good: str = answers[0] if answers else likeliest[0]
         self.bad: str = answers[1] if answers else likeliest[1]
         self.said = likeliest
-        self.pair = tuple(torch.tensor([bridge.to_single_token(text)]) for text in (self.good, self.bad))
+        good, bad = (torch.tensor([bridge.to_single_token(text)]) for text in (self.good, self.bad))
+        self.pair = good, bad
         self.measure = f"logit({visible(self.good)}) - logit({visible(self.bad)})"
 
     def difference(self, logits: Tensor) -> float:
@@ -151,5 +152,4 @@ class _Story:
         yield f"Without these three together, it is {together:+.2f}."
 
     def _ablated(self, heads: list[tuple[int, int]]) -> float:
-        logits = ablated(self.bridge, self.tokens, heads)[0]
-        return (logits[self.pair[0]] - logits[self.pair[1]]).item()
+        return difference(self.bridge, self.tokens, self.pair, heads)

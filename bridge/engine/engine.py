@@ -47,12 +47,12 @@ from transformers.utils import CONFIG_NAME, cached_file
 
 from adapters import kept
 from adapters.sealed import sealed, unsealed
-from adapters.views import Call, Deferred
+from adapters.views import Call, Deferred, View
 from adapters.views.basis import InBasis, dense
 from bridge.bridge import TransformerBridge
 from bridge.engine import insides
 from bridge.engine.proof import MOST_LIKELY, EngineProof, engine_point, rows_like, seen_in_order
-from bridge.engine.tables import EngineEdit, EnginePlace, base_of, lower, packed
+from bridge.engine.tables import EngineEdit, EnginePlace, base_of, fit, lower, packed
 from bridge.generation.batch import prompts_of
 from bridge.generation.options import decode
 from bridge.hooks.arguments import check_positive
@@ -115,6 +115,12 @@ class FromAnswers:
 
     requests: Sequence[int]
     make: Callable[..., Sequence[HookSpec]]
+
+
+#: Texts, or tokens.
+EnginePrompts = Sequence[str] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor
+#: The interventions of each, or what makes them.
+Each = Sequence[Sequence[HookSpec] | FromAnswers | None]
 
 
 class Engine:
@@ -254,8 +260,8 @@ class Engine:
         return [name for name in self._hooks if name not in self.refused]
 
     def generate(
-        self, prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor, max_new_tokens: int,
-        each: Sequence[Sequence[HookSpec] | FromAnswers | None] | None = None, capture: NamesFilter = (), *,
+        self, prompts: EnginePrompts, max_new_tokens: int,
+        each: Each | None = None, capture: NamesFilter = (), *,
         adapter_names: Sequence[str | None] | None = None, stop_at_eos: bool = True, prepend_bos: bool | None = None,
         verbose: bool = False, **sampling: Any,
     ) -> list[EngineAnswer]:  # fmt: skip
@@ -292,8 +298,8 @@ class Engine:
         return sorted(shown, key=lambda answer: (answer.index, answer.sample))
 
     def stream(
-        self, prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor, max_new_tokens: int,
-        each: Sequence[Sequence[HookSpec] | FromAnswers | None] | None = None, capture: NamesFilter = (), *,
+        self, prompts: EnginePrompts, max_new_tokens: int,
+        each: Each | None = None, capture: NamesFilter = (), *,
         adapter_names: Sequence[str | None] | None = None, steps: bool = False, stop_at_eos: bool = True,
         prepend_bos: bool | None = None, **sampling: Any,
     ) -> Iterator[EngineAnswer]:  # fmt: skip
@@ -321,8 +327,8 @@ class Engine:
         return self._in_order(asked, order, stop_at_eos, steps, **sampling)
 
     def requests(
-        self, prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor, max_new_tokens: int,
-        each: Sequence[Sequence[HookSpec] | FromAnswers | None] | None = None, capture: NamesFilter = (),
+        self, prompts: EnginePrompts, max_new_tokens: int,
+        each: Each | None = None, capture: NamesFilter = (),
         adapter_names: Sequence[str | None] | None = None, prepend_bos: bool | None = None,
     ) -> list[_Asked]:  # fmt: skip
         """Requests as they are checked and lowered; `generate` and `stream` do so themselves.
@@ -446,7 +452,7 @@ class Engine:
         checked = Interventions([(hook.name, fn) for hook, fn in pairs], self.bridge)
         lowered = [(hook, fn) for (hook, _), (_, fn) in zip(pairs, checked, strict=True)]
         edit = lower(lowered, self._places, self._rank, self._order, self._probes)
-        if any(len(site.codes) > self._rows for site in edit.sites):
+        if not fit([edit], self._rows):
             raise ValueError(f"one request needs more rows than there are ({self._rows}): Engine(rows=)")
         return edit
 
@@ -511,16 +517,13 @@ class Engine:
     def _turns(self, asked: Sequence[_Asked]) -> Iterator[list[_Asked]]:
         """Requests in turns whose different edits the tables have room for together."""
         turn: list[_Asked] = []
-        used: dict[int, int] = {}
-        seen: set[str] = set()
+        edits: dict[str, EngineEdit] = {}
         for request in asked:
-            new = request.edit.sites if request.edit.key not in seen else ()
-            if any(used.get(site.site, 0) + len(site.codes) > self._rows for site in new):
+            edit = request.edit
+            if edit.key not in edits and not fit([*edits.values(), edit], self._rows):
                 yield turn
-                turn, used, seen, new = [], {}, set(), request.edit.sites
-            for site in new:
-                used[site.site] = used.get(site.site, 0) + len(site.codes)
-            seen.add(request.edit.key)
+                turn, edits = [], {}
+            edits[edit.key] = edit
             turn.append(request)
         yield turn
 
@@ -561,7 +564,8 @@ class Engine:
         """What a hook point shows of what was captured: itself, its features, or what is computed from it."""
         hook = self.bridge.hook_dict[name]
         if isinstance(hook.view, InBasis):
-            return FeaturesLater(hook.view, seen[base_of(hook)][None])
+            encoded = InBasis(name, View(), hook.view.basis)  # of what was captured, which was seen already
+            return Deferred(encoded, seen[base_of(hook)][None], Call(torch.nn.Identity(), (), {}))
         return self._computed(name, seen) if name in self._kernels else seen[name]
 
     def _computed(self, name: str, seen: Mapping[str, Any]) -> Deferred:
@@ -576,26 +580,6 @@ class Engine:
         return DeferredAttention(point.view, attention, str(point.site.key), call, attention.versions(), True)
 
 
-class FeaturesLater(Deferred):
-    """Features of an activation, computed when they are asked for.
-
-    Args:
-        view: their basis.
-        x: the activation ``[1 pos ...]``.
-    """
-
-    __slots__ = ()
-
-    def __init__(self, view: InBasis, x: Tensor) -> None:
-        super().__init__(view, x, Call(torch.nn.Identity(), (), {}))
-
-    def value(self, name: str, rows: slice | Tensor | None = None) -> Tensor:
-        self.check(name)
-        assert isinstance(self.view, InBasis)
-        with torch.no_grad():
-            return dense(self.view.encode(self._at_site(rows)))
-
-
 class EngineActivations(Mapping[str, Tensor]):
     """What was captured of a request, by canonical name; scores and patterns are computed when they are asked for.
 
@@ -608,7 +592,7 @@ class EngineActivations(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         found = self._seen[name]
-        return found.value(name)[0] if isinstance(found, Deferred) else found
+        return dense(found.value(name))[0] if isinstance(found, Deferred) else found
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._seen)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from itertools import count
 from os import PathLike
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bridge.engine import insides
 from bridge.engine.engine import Engine, EngineAnswer, FromAnswers
-from bridge.engine.tables import EngineEdit, packed
+from bridge.engine.tables import EngineEdit, fit, packed
 from bridge.hooks.names import NamesFilter
 from bridge.interventions import load
 from bridge.run.inputs import HookSpec
@@ -96,20 +96,14 @@ class EditRoom:
             await self._changed.wait_for(lambda: edit.key in self._there or self._fits(edit))
             if edit.key not in self._there:
                 asked_for = {key: there for key, there in self._there.items() if self._running[key]}
-                kept = self._there if self._fit([*self._there.values(), edit]) else asked_for
+                kept = self._there if fit([*self._there.values(), edit], self._rows) else asked_for
                 self._there = asked_for  # of the others nothing is known where this fails
                 await rpc("bridge_edit", args=packed([*kept.values(), edit]))
                 self._there = {**kept, edit.key: edit}
             self._running[edit.key] += 1
 
     def _fits(self, edit: EngineEdit) -> bool:
-        return self._fit([*(there for key, there in self._there.items() if self._running[key]), edit])
-
-    def _fit(self, edits: Iterable[EngineEdit]) -> bool:
-        used: Counter[int] = Counter()
-        for site in (site for edit in edits for site in edit.sites):
-            used[site.site] += len(site.codes)
-        return all(count <= self._rows for count in used.values())
+        return fit([*(there for key, there in self._there.items() if self._running[key]), edit], self._rows)
 
 
 class SavedEdits:

@@ -19,7 +19,7 @@ import functools
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -413,6 +413,19 @@ class EngineEdit:
         """
         for choice in (choice for site in self.sites for choice in site.choices):
             choice.mask(0, length, length)
+
+
+def fit(edits: Iterable[EngineEdit], rows: int) -> bool:
+    """Whether the tables have room for edits together.
+
+    Args:
+        edits: different ones.
+        rows: how many rows the tables of a site have.
+    """
+    used: Counter[int] = Counter()
+    for site in (site for edit in edits for site in edit.sites):
+        used[site.site] += len(site.codes)
+    return all(count <= rows for count in used.values())
 
 
 def base_of(hook: HookPoint) -> str:

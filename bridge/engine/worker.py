@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save as bytes_of
 from torch import Tensor, nn
 
+from adapters.views import Args, Kwargs
 from bridge.engine import insides
 from bridge.engine.tables import SiteRows, unpacked
 
@@ -72,13 +73,13 @@ class EngineSite:
         found: Tensor = getattr(self.module, f"{self.tag}_{name}")
         return found
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def _before(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
         if args:
             return (self._seen(args[0]), *args[1:]), kwargs
         name = self.key if isinstance(self.key, str) else next(iter(kwargs))
         return args, {**kwargs, name: self._seen(kwargs[name])}
 
-    def _after(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+    def _after(self, module: nn.Module, args: Args, out: Any) -> Any:
         if isinstance(out, Tensor):
             return self._seen(out)
         place = self.key if isinstance(self.key, int) else 0
@@ -112,23 +113,31 @@ class EngineSite:
         return torch.where(asks != 0, readings * asks, 0.0).sum(-1) > self.table("level")[row]
 
 
-class EnginePoints:
-    """The hook points of an engine, in its process: which were found in its tree, what was asked of each request.
+class BridgeWorker(insides.worker_class()):  # type: ignore[misc]
+    """vLLM's worker, with hook points in its model: where they are in its tree, and what was asked of each request."""
 
-    Args:
-        runner: vLLM's.
-        config: of the points, by name: path, kind, key, through, width, columns, counts; and ``rows``, ``rank``,
-            ``probes``, ``routers``.
-    """
+    def load_model(self, **options: Any) -> None:
+        """Loads the model, and places the hook points before anything is compiled."""
+        config = self.vllm_config.additional_config["bridge"]
+        insides.repair(self.vllm_config.model_config.hf_config, config["routers"])
+        super().load_model(**options)
+        self.bridge_compiled = insides.is_compiled(self.model_runner)
+        self.bridge_sites: list[EngineSite] = []
+        self.bridge_found: dict[str, dict[str, object]] = {}
+        self.bridge_columns: dict[str, tuple[int, Tensor]] = {}
+        self.bridge_edits: dict[str, list[tuple[SiteRows, int]]] = {}
+        self.bridge_captures: Captures = {}
+        self.bridge_edited_blocks: set[int] = set()
+        self._bridge_place(config)
 
-    def __init__(self, runner: Any, config: Mapping[str, Any]) -> None:
-        self.runner, self.compiled = runner, insides.is_compiled(runner)
-        self.sites: list[EngineSite] = []
-        self.places: dict[str, dict[str, object]] = {}
-        self.columns: dict[str, tuple[int, Tensor]] = {}
-        self.edits: dict[str, list[tuple[SiteRows, int]]] = {}
-        self.captures: Captures = {}
-        self.edited_blocks: set[int] = set()
+    def _bridge_place(self, config: Mapping[str, Any]) -> None:
+        """Puts the hook points into the tree.
+
+        Args:
+            config: of the points, by name: path, kind, key, through, width, columns, counts; and ``rows``, ``rank``,
+                ``probes``, ``routers``.
+        """
+        runner = self.model_runner
         room = (config["rows"] + 1, config["rank"], runner.max_num_tokens)
         like = next(runner.model.parameters()).detach().new_zeros(0, dtype=runner.dtype)
         probes, readings = config["probes"], None
@@ -138,16 +147,16 @@ class EnginePoints:
         for name, point in config["points"].items():
             found = insides.found_in(runner.model, point["path"])
             if found is None or (point["kind"] == "input" and found[2] is not None):
-                self.places[name] = {"refused": f"the engine's tree has no module {point['path']}"}
+                self.bridge_found[name] = {"refused": f"the engine's tree has no module {point['path']}"}
                 continue
             module, offset, wide = found
             if insides.is_shared_out(module, point["kind"]):
-                self.places[name] = {"refused": f"several processes share the columns of {point['path']}"}
+                self.bridge_found[name] = {"refused": f"several processes share the columns of {point['path']}"}
                 continue
             if point["kind"] == "attention":
                 kernel = insides.kernel_of(module)
                 if isinstance(kernel, str):
-                    self.places[name] = {"refused": kernel}
+                    self.bridge_found[name] = {"refused": kernel}
                     continue
                 width = math.prod(kernel[point["key"]])
                 point = {
@@ -161,41 +170,47 @@ class EnginePoints:
                 kernel, width = None, wide or point["width"]
             at = (module, point["kind"], point["key"])
             if at not in known:
-                known[at] = len(self.sites)
-                self.sites.append(EngineSite(*at, point["through"], width, room, like, point["counts"], readings))
+                known[at] = len(self.bridge_sites)
+                self.bridge_sites.append(
+                    EngineSite(*at, point["through"], width, room, like, point["counts"], readings)
+                )
             columns = [column + offset for column in point["columns"]]
-            self.columns[name] = known[at], torch.tensor(columns, device=like.device)
+            self.bridge_columns[name] = known[at], torch.tensor(columns, device=like.device)
             place = {"site": known[at], "width": width, "columns": columns, "shape": point["shape"]}
-            self.places[name] = {**place, "counts": point["counts"], "kernel": kernel}
-        insides.around_passes(runner, self._begin, self._end)
+            self.bridge_found[name] = {**place, "counts": point["counts"], "kernel": kernel}
+        insides.around_passes(runner, self._bridge_begin, self._bridge_end)
 
-    def edit(self, said: str, data: bytes) -> None:
+    def bridge_places(self) -> dict[str, dict[str, object]]:
+        """Where each hook point is, or why it is not."""
+        return self.bridge_found
+
+    def bridge_edit(self, said: str, data: bytes) -> None:
         """Fills the tables with the rows of some edits; those before are forgotten.
 
         Args:
             said, data: see `packed`.
         """
-        self.edits = {}
-        free = [1] * len(self.sites)
+        self.bridge_edits = {}
+        free = [1] * len(self.bridge_sites)
         for edit in unpacked(said, data):
             rows = []
             for site in edit.sites:
                 begin = free[site.site]
                 free[site.site] = end = begin + len(site.codes)
                 for name, table in site.tables.items():
-                    self.sites[site.site].table(name)[begin:end].copy_(table)
+                    self.bridge_sites[site.site].table(name)[begin:end].copy_(table)
                 rows.append((site, begin))
-            self.edits[edit.key] = rows
+            self.bridge_edits[edit.key] = rows
 
-    def _begin(self) -> list[insides.Span]:
+    def _bridge_begin(self) -> list[insides.Span]:
         """Says of each token of the pass which rows it has."""
-        spans = insides.spans_of(self.runner)
-        insides.zero_begun_blocks(self.runner, spans, self.edited_blocks)
+        spans = insides.spans_of(self.model_runner)
+        insides.zero_begun_blocks(self.model_runner, spans, self.bridge_edited_blocks)
         total = spans[-1].end if spans else 0
         rows: dict[int, Tensor] = {}
         for span in spans:
             # A server may have put others into the tables since: then this pass of it is nobody's any more.
-            for at, begin in self.edits.get(span.ticket.get("edit", ""), ()):
+            for at, begin in self.bridge_edits.get(span.ticket.get("edit", ""), ()):
                 row = rows.setdefault(at.site, torch.zeros(total, dtype=torch.long))
                 code = torch.zeros(span.end - span.begin, dtype=torch.long)
                 for place, choice in enumerate(at.choices):
@@ -203,43 +218,43 @@ class EnginePoints:
                 codes = torch.tensor(at.codes)
                 found = torch.searchsorted(codes, code).clamp(max=len(codes) - 1)
                 row[span.begin : span.end] = torch.where(codes[found] == code, found + begin, 0)
-        asked = {self.columns[name][0] for span in spans for name in span.ticket.get("capture", ())}
-        for number, site in enumerate(self.sites):
-            if self.compiled or site.editing:
+        asked = {self.bridge_columns[name][0] for span in spans for name in span.ticket.get("capture", ())}
+        for number, site in enumerate(self.bridge_sites):
+            if self.bridge_compiled or site.editing:
                 site.table("row").zero_()
             if number in rows:
                 site.table("row")[:total].copy_(rows[number])
-            if not self.compiled:
+            if not self.bridge_compiled:
                 site.editing, site.keeping = number in rows, number in asked
         return spans
 
-    def _end(self, spans: Sequence[insides.Span]) -> None:
+    def _bridge_end(self, spans: Sequence[insides.Span]) -> None:
         """Takes what was asked for out of the buffers."""
         for span in spans:
             for name in span.ticket.get("capture", ()):
-                site, columns = self.columns[name]
-                kept = self.sites[site].table("kept")[span.begin : span.end].index_select(-1, columns).cpu()
-                parts = self.captures.setdefault((span.ticket["number"], span.sample), {}).setdefault(name, [])
+                site, columns = self.bridge_columns[name]
+                kept = self.bridge_sites[site].table("kept")[span.begin : span.end].index_select(-1, columns).cpu()
+                parts = self.bridge_captures.setdefault((span.ticket["number"], span.sample), {}).setdefault(name, [])
                 parts.append((span.first, kept))
 
-    def weights(self) -> str:
+    def bridge_weights(self) -> str:
         """A hash of all parameters, by name."""
         total = hashlib.sha256()
-        for name, parameter in self.runner.model.named_parameters():
+        for name, parameter in self.model_runner.model.named_parameters():
             data = parameter.detach().contiguous().reshape(-1).cpu().view(torch.uint8)
             total.update(f"{name} {parameter.dtype} {list(parameter.shape)}".encode())
             total.update(memoryview(data.numpy()))
         return total.hexdigest()
 
-    def take(self, numbers: Sequence[int]) -> bytes:
+    def bridge_take(self, numbers: Sequence[int]) -> bytes:
         """What was captured of requests, as safetensors: ``number/sample/name -> [pos column]``, from the first on.
 
         Args:
             numbers: of their tickets.
         """
         found = {}
-        for asked, sample in [key for key in self.captures if key[0] in numbers]:
-            for name, parts in self.captures.pop((asked, sample)).items():
+        for asked, sample in [key for key in self.bridge_captures if key[0] in numbers]:
+            for name, parts in self.bridge_captures.pop((asked, sample)).items():
                 one = parts[0][1]
                 nothing = torch.nan if one.is_floating_point() else -1
                 whole = one.new_full((max(first + len(x) for first, x in parts), one.shape[-1]), nothing)
@@ -247,30 +262,3 @@ class EnginePoints:
                     whole[first : first + len(x)] = x
                 found[f"{asked}/{sample}/{name}"] = whole
         return bytes_of(found)
-
-
-class BridgeWorker(insides.worker_class()):  # type: ignore[misc]
-    """vLLM's worker, with hook points in its model."""
-
-    def load_model(self, **options: Any) -> None:
-        """Loads the model, and places the hook points before anything is compiled."""
-        config = self.vllm_config.additional_config["bridge"]
-        insides.repair(self.vllm_config.model_config.hf_config, config["routers"])
-        super().load_model(**options)
-        self.bridge_points = EnginePoints(self.model_runner, config)
-
-    def bridge_places(self) -> dict[str, dict[str, object]]:
-        """Where each hook point is, or why it is not."""
-        return self.bridge_points.places
-
-    def bridge_weights(self) -> str:
-        """See `EnginePoints.weights`."""
-        return self.bridge_points.weights()
-
-    def bridge_edit(self, said: str, data: bytes) -> None:
-        """See `EnginePoints.edit`."""
-        self.bridge_points.edit(said, data)
-
-    def bridge_take(self, numbers: list[int]) -> bytes:
-        """See `EnginePoints.take`."""
-        return self.bridge_points.take(numbers)

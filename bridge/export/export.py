@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -198,7 +197,7 @@ def export_program(
     exporter = found.exporter()
     arguments, shapes = example_of(example, program.inputs, dynamic)
     config = _config(exporter, found, {"dynamic": dynamic, **shapes, **options})
-    with restoring_model(program.core, _experts(found)), _SuggestOtherFormats(found, program.core):
+    with restoring_model(program.core, _experts(found)), _suggesting_other_formats(found, program.core):
         traced: Any = NamedArguments(program, found.name)  # what exporters say they take is a PreTrainedModel
         exported = exporter.export(traced, arguments, config)
     _describe(exported, program, found)
@@ -229,7 +228,7 @@ def export_for_generation(
     arguments, _ = example_of(example, {}, dynamic)
     config = _config(exporter, found, {"dynamic": dynamic, **options})
     components = {}
-    with restoring_model(program.core, _experts(found)), _SuggestOtherFormats(found, program.core):
+    with restoring_model(program.core, _experts(found)), _suggesting_other_formats(found, program.core):
         steps = decompose_for_generation(
             program.generating(program.inputs), arguments, generation_config, multi_token_decode
         )
@@ -283,24 +282,20 @@ def _describe(exported: ExportedModel, program: Exportable, format: Format) -> N
             component.program.set_rt_info(json.dumps(described), KEY)
 
 
-class _SuggestOtherFormats:
+@contextmanager
+def _suggesting_other_formats(format: Format, core: PreTrainedModel) -> Iterator[None]:
     """Adds to an error inside of a ``with`` statement what the other formats would do.
 
     Args:
         format: the format that is tried.
         core: the Hugging Face model.
     """
-
-    def __init__(self, format: Format, core: PreTrainedModel) -> None:
-        self._format, self._core = format, core
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, where: TracebackType | None) -> None:
-        if error is not None:
-            others = "format='dynamo' takes most models" if self._format.name != "dynamo" else "program.compile() may"
-            error.add_note(
-                f"transformer-bridge: {type(self._core).__name__} could not be exported with "
-                f"format={self._format.name!r}; {others}, and docs/export.md says what each format takes"
-            )
+    try:
+        yield
+    except BaseException as error:
+        others = "format='dynamo' takes most models" if format.name != "dynamo" else "program.compile() may"
+        error.add_note(
+            f"transformer-bridge: {type(core).__name__} could not be exported with format={format.name!r}; {others}, "
+            "and docs/export.md says what each format takes"
+        )
+        raise

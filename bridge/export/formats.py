@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode
 
 from adapters.imports import HfExporter, get_exporter_class
+from adapters.observe.observe import Watch
+from adapters.views import Args
 
 
 @dataclass(frozen=True)
@@ -184,15 +186,11 @@ def _any_size(value: object) -> dict[int, object] | None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class ForExecutorch(TorchFunctionMode):
+class ForExecutorch(Watch):
     """While it is active, tensors are split by slices, and GELU by tanh is computed step by step."""
 
-    def __torch_function__(
-        self, func: AnyFunction, types: object, args: tuple[object, ...] = (), kwargs: Example | None = None
-    ) -> object:
-        kwargs = {} if kwargs is None else kwargs
-        other = _IN_OTHER_WORDS.get(func)
-        return func(*args, **kwargs) if other is None else other(*args, **kwargs)
+    def call(self, func: AnyFunction, args: Args, kwargs: Example) -> Any:
+        return _IN_OTHER_WORDS.get(func, func)(*args, **kwargs)
 
 
 def _split(tensor: Tensor, split_size_or_sections: int | Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:

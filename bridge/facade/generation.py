@@ -213,15 +213,11 @@ class GenerationMethods(RunMethods, WeightMethods):
             >>> sorted(answer.index for answer in found)
             [0, 1]
         """
-        options = generation.batch.BatchOptions(
-            max_new_tokens=max_new_tokens,
-            capture=capture,
-            stop_at_eos=stop_at_eos,
-            eos_token_id=eos_token_id,
-            sampling={"do_sample": do_sample, "top_k": top_k, "top_p": top_p, "temperature": temperature},
-            output_logits=output_logits,
+        options = generation.options.GenerationOptions(
+            max_new_tokens=max_new_tokens, names_filter=capture, stop_at_eos=stop_at_eos, eos_token_id=eos_token_id,
+            do_sample=do_sample, top_k=top_k, top_p=top_p, temperature=temperature, output_logits=output_logits,
             verbose=verbose,
-        )
+        )  # fmt: skip
         given = generation.batch.prompts_of(self, prompts, prepend_bos, attention_mask)
         return generation.batch.generate_batch(self, given, interventions, each, options)
 

@@ -208,7 +208,9 @@ class AddsHooks:
 
 
 class HookMethods(WrappedModel, AddsHooks):
-    """The methods of a bridge that choose hook points, and add hooks for all runs."""
+    """The methods of a bridge that choose hook points, add hooks for all runs, and turn text into tokens and back."""
+
+    _facts: TokenizerFacts | None = None
 
     def hook_points(self) -> Collection[HookPoint]:
         """All hook points, in the order of the computation."""
@@ -265,16 +267,7 @@ class HookMethods(WrappedModel, AddsHooks):
         """Whether an unfiltered cache holds `hook_mlp_in`."""
         self.cfg.use_hook_mlp_in = use_hook_mlp_in
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Text to tokens and back.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-class TokenMethods(WrappedModel):
-    """The methods of a bridge that turn text into tokens and back; the tokenizer is never changed."""
-
-    _facts: TokenizerFacts | None = None
+    # Text to tokens and back; the tokenizer is never changed.
 
     @property
     def tokenizer_facts(self) -> TokenizerFacts:

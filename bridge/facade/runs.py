@@ -15,7 +15,7 @@ from adapters.views.basis import Basis, Error, InBasis
 from bridge import lens as lenses
 from bridge.bases.bases import BasisRequest, modules_of, one_of, takes_over, written_later
 from bridge.cache import ActivationCache, cache_of_run
-from bridge.facade.hooks import HookMethods, TokenMethods
+from bridge.facade.hooks import HookMethods
 from bridge.hooks.context import Listener, Scope
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import NamesFilter, named_one_by_one
@@ -26,7 +26,7 @@ from bridge.run.recorder import ActivationRecorder, PosSlice, watching
 from bridge.run.run import check_specs, clear_all_contexts, hooked, lm_loss, points_of_run, run_model, runs_some_layers
 
 
-class RunMethods(HookMethods, TokenMethods):
+class RunMethods(HookMethods):
     """The methods of a bridge that run its model."""
 
     def loss_fn(

@@ -14,7 +14,7 @@ from bridge.analysis.analysis import Index, layer_of
 from bridge.analysis.layer_outputs import neuron_labels
 from bridge.analysis.residual import Tokens, directions_of
 from bridge.analysis.svd import Labels, all_scores
-from bridge.facade.hooks import TokenMethods
+from bridge.facade.hooks import HookMethods
 from bridge.hooks.arguments import refuse_wrong_types
 from bridge.hooks.context import without_hooks
 from bridge.weights import (
@@ -29,7 +29,7 @@ from bridge.weights import (
 from weight_processing.process import OFF, ON, Choice, process, restore
 
 
-class WeightMethods(TokenMethods):
+class WeightMethods(HookMethods):
     """The weights of a bridge. Those of one block are attributes of it: ``bridge.blocks[3].attn.W_Q``.
 
     A block's weights, and the embeddings, are views of the model's own parameters. The stacks over all layers are new

@@ -29,10 +29,12 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 from adapters.imports import check_batching
 from adapters.linear import input_device
+from adapters.observe.observe import WRONG, one_line
 from adapters.spread import Turns, refuse_context_parallel
+from adapters.views import Args, Kwargs
 from bridge.bases.bases import read_by
 from bridge.cache import ActivationCache
-from bridge.generation.options import RunnableBridge, check_generates, decode
+from bridge.generation.options import GenerationOptions, RunnableBridge, check_generates, decode, distance
 from bridge.generation.packed import (
     Edit,
     Packed,
@@ -48,7 +50,6 @@ from bridge.generation.packed import (
 from bridge.hooks.arguments import check_positive, shown
 from bridge.hooks.context import CURRENT, ForwardPass, Generation, Listener, RunContext, Scope, without_hooks
 from bridge.hooks.hooks import HookPoint, checked_function
-from bridge.hooks.names import NamesFilter
 from bridge.hooks.rows import check_said, check_zero_or_one
 from bridge.interventions.operations import Operation
 from bridge.run.inputs import HookSpec
@@ -210,36 +211,32 @@ class _ExchangedAttention:
         return found
 
 
-class _Owners:
-    """Which models have a batch, and in which thread: a batch changes its model's attention until it is over."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._threads: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-
-    def take(self, core: nn.Module) -> None:
-        """Takes a model for a batch, when no other thread has it any more.
-
-        Raises:
-            ValueError: this very thread has it.
-        """
-        with self._changed:
-            if self._threads.get(core) == threading.get_ident():
-                raise ValueError(
-                    "a batch of requests is under way on this model: take all its answers, or leave its loop, before "
-                    "another generate_batch"
-                )
-            self._changed.wait_for(lambda: core not in self._threads)
-            self._threads[core] = threading.get_ident()
-
-    def give(self, core: nn.Module) -> None:
-        """Lets another batch have it."""
-        with self._changed:
-            self._threads.pop(core, None)
-            self._changed.notify_all()
+#: Which models have a batch, and in which thread: a batch changes its model's attention until it is over.
+_OWNERS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+_CHANGED = threading.Condition()
 
 
-_OWNERS = _Owners()
+def _take(core: nn.Module) -> None:
+    """Takes a model for a batch, when no other thread has it any more.
+
+    Raises:
+        ValueError: this very thread has it.
+    """
+    with _CHANGED:
+        if _OWNERS.get(core) == threading.get_ident():
+            raise ValueError(
+                "a batch of requests is under way on this model: take all its answers, or leave its loop, before "
+                "another generate_batch"
+            )
+        _CHANGED.wait_for(lambda: core not in _OWNERS)
+        _OWNERS[core] = threading.get_ident()
+
+
+def _give_back(core: nn.Module) -> None:
+    """Lets another batch have it."""
+    with _CHANGED:
+        _OWNERS.pop(core, None)
+        _CHANGED.notify_all()
 
 
 @dataclass(frozen=True)
@@ -262,19 +259,6 @@ class Answer:
     cache: ActivationCache | None = None
     logits: Tensor | None = None
     error: BaseException | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchOptions:
-    """What `TransformerBridge.generate_batch` is told besides prompts and interventions; see there."""
-
-    max_new_tokens: int
-    capture: NamesFilter
-    stop_at_eos: bool
-    eos_token_id: int | Sequence[int] | None
-    sampling: Mapping[str, Any]
-    output_logits: bool
-    verbose: bool
 
 
 def prompts_of(
@@ -324,14 +308,15 @@ def generate_batch(
     prompts: Sequence[Sequence[int]],
     interventions: Sequence[HookSpec],
     each: Sequence[Sequence[HookSpec]] | None,
-    options: BatchOptions,
+    options: GenerationOptions,
 ) -> Iterator[Answer]:
     """Continues many prompts at once; see `TransformerBridge.generate_batch`. Everything is checked before it returns.
 
     Args:
         bridge: the bridge.
         prompts: as tokens.
-        interventions, each, options: as there.
+        interventions, each: as there.
+        options: what it is told besides: as there, with `capture` as their `names_filter`.
     """
     sharing = bridge.wiring.sharing
     turns = None if sharing is None else sharing.turns(partial(_pass_of_nothing, bridge))
@@ -340,8 +325,8 @@ def generate_batch(
     _check_engine_takes(bridge.core)
     check_positive("max_new_tokens", options.max_new_tokens)
     edits = _edits(bridge, interventions, each, len(prompts))
-    none = isinstance(options.capture, Sequence) and not isinstance(options.capture, str) and not options.capture
-    captured = [] if options.capture is None or none else bridge.select_hooks(options.capture)
+    capture = options.names_filter
+    captured = bridge.select_hooks(capture) if callable(capture) or isinstance(capture, str) or capture else []
     for hook in dict.fromkeys([*edits, *captured]):
         check_tells_apart(hook)
     for hook, at_point in edits.items():
@@ -354,14 +339,14 @@ def generate_batch(
         request = PackedRequest(index, list(prompt), Generation(len(prompt)))
         request.error = _cannot(bridge, request.prompt, options.max_new_tokens)
         (good if request.error is None else failed).append(request)
-    if not good and turns is None:
-        return iter([_answer(bridge, request, [], ()) for request in failed])
-    refuse_context_parallel()
-    if sharing is not None:
-        sharing.check_alike([[hook.name for hook in (*edits, *captured)], prompts, options.max_new_tokens])
-    check_batches(bridge, turns)
-    if not good and turns is not None:
-        turns.end()
+    if good or turns is not None:
+        refuse_context_parallel()
+        if sharing is not None:
+            sharing.check_alike([[hook.name for hook in (*edits, *captured)], prompts, options.max_new_tokens])
+        check_batches(bridge, turns)
+    if not good:
+        if turns is not None:
+            turns.end()
         return iter([_answer(bridge, request, [], ()) for request in failed])
     answers = _answers(_Batch(bridge, good, edits, captured, options, turns=turns), failed)
     next(answers)  # from here on its end is seen to, whether or not it is gone through
@@ -442,36 +427,29 @@ def _why_not(bridge: RunnableBridge, turns: Turns | None) -> str:
         return ""
     high = max(2, bridge.cfg.d_vocab)
     prompts = [torch.randint(min(3, high - 1), high, (n,), generator=drawn).tolist() for n in _PROOF]
-    options = BatchOptions(
-        max_new_tokens=_PROOF_NEW, capture=(), stop_at_eos=False, eos_token_id=None,
-        sampling={"do_sample": False}, output_logits=True, verbose=False,
-    )  # fmt: skip
+    options = GenerationOptions(
+        max_new_tokens=_PROOF_NEW, stop_at_eos=False, do_sample=False, output_logits=True, verbose=False
+    )
     requests = [PackedRequest(i, prompt, Generation(len(prompt))) for i, prompt in enumerate(prompts)]
     with quiet_engine():
         try:
             batch = _Batch(bridge, requests, {}, [], options, proof=True, turns=turns)
             answers = list(_answers(batch, []))[1:]
-        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError) as error:
-            return f"transformers' continuous batching does not take it ({type(error).__name__}: {_short(error)})"
+        except WRONG as error:
+            return f"transformers' continuous batching does not take it ({one_line(error)})"
     for answer in answers:
         if answer.error is not None:
-            said = f"{type(answer.error).__name__}: {_short(answer.error)}"
-            return f"transformers' continuous batching fails with it ({said})"
+            return f"transformers' continuous batching fails with it ({one_line(answer.error)})"
         assert answer.logits is not None
         sequence = torch.tensor([[*prompts[answer.index], *answer.tokens.tolist()]], device=input_device(core))
         with torch.no_grad(), without_hooks():
             alone = core(input_ids=sequence, use_cache=False).logits[0, len(prompts[answer.index]) - 1 : -1].float()
-        off = float((answer.logits.float() - alone).norm() / alone.norm().clamp_min(1e-30))
-        if not off <= (1e-3 if core.dtype in (torch.float32, torch.float64) else 0.05):
+        if off := distance(answer.logits.float(), alone, core.dtype):
             return (
-                f"of {len(prompts)} requests at once each has other logits than alone (off by {off:.2g}), for "
+                f"of {len(prompts)} requests at once each has other logits than alone (off by {off}), for "
                 "transformers' continuous batching needs attention that goes through its interface"
             )
     return ""
-
-
-def _short(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0][:160]
 
 
 @contextmanager
@@ -527,7 +505,7 @@ def _cannot(bridge: RunnableBridge, prompt: Sequence[int], new: int) -> ValueErr
     return None
 
 
-def _leave_causal(arguments: dict[str, Any]) -> None:
+def _leave_causal(arguments: Kwargs) -> None:
     """Takes away what the mask says anyway, and what would change the configuration of the model, for all threads."""
     if arguments.get("is_causal") is False:
         del arguments["is_causal"]
@@ -542,7 +520,7 @@ class _Batch:
         requests: Sequence[PackedRequest],
         edits: Mapping[HookPoint, Sequence[Edit]],
         captured: Sequence[HookPoint],
-        options: BatchOptions,
+        options: GenerationOptions,
         proof: bool = False,
         turns: Turns | None = None,
     ) -> None:
@@ -575,7 +553,7 @@ class _Batch:
         self._handles: list[Any] = []
         self._manager: ContinuousBatchingManager | None = None
         core = bridge.core
-        _OWNERS.take(core)
+        _take(core)
         try:
             with _TURN:  # no torch hook comes or goes while another batch's pass is under way
                 if not self._free:
@@ -600,10 +578,8 @@ class _Batch:
 
     def _made_manager(self, config: GenerationConfig) -> ContinuousBatchingManager:
         core, options = self.bridge.core, self.options
-        given = {name: value for name, value in options.sampling.items() if value is not None}
-        unknown = config.update(**given)
-        if unknown:
-            raise TypeError(f"{', '.join(unknown)}: no argument of generate_batch, and no field of GenerationConfig")
+        sampling = {name: getattr(options, name) for name in ("do_sample", "top_k", "top_p", "temperature")}
+        config.update(**{name: value for name, value in sampling.items() if value is not None})
         ending = config.eos_token_id if options.eos_token_id is None else options.eos_token_id
         config.eos_token_id = -1 if ending is None or not options.stop_at_eos else ending
         config.max_new_tokens = options.max_new_tokens
@@ -668,23 +644,21 @@ class _Batch:
         again = not parts or runner.cache.use_prefix_sharing  # which no model with windows has
         with _TURN:
             begun = ForwardPass()
-            CURRENT.set(RunContext(frozenset((self.scope,)), run=begun))
+            self._set_run(begun)
             _leave_causal(batch)
             try:
                 if compiled is not None and again and not self.bridge.wiring.listening:
                     try:
                         return compute(model, batch)
                     except (AssertionError, RuntimeError) as error:
-                        said = f"{type(error).__name__}: {_short(error)}"
-                        warnings.warn(
-                            f"a compiled pass of generate_batch failed, and is made uncompiled ({said})", stacklevel=1
-                        )
+                        said = f"a compiled pass of generate_batch failed, and is made uncompiled ({one_line(error)})"
+                        warnings.warn(said, stacklevel=1)
                 runner._compiled_varlen = None
                 compute(model, batch)
             finally:
                 runner._compiled_varlen = compiled
                 begun.end()
-                CURRENT.set(RunContext(frozenset((self.scope,))))
+                self._set_run(None)
 
     def _update(
         self,
@@ -748,7 +722,7 @@ class _Batch:
                     handle.remove()
                 self.bridge.wiring.detach_scope(self.scope)
         finally:
-            _OWNERS.give(self.bridge.core)
+            _give_back(self.bridge.core)
 
     def feed(self) -> None:
         """Lets in as many requests as fit: all their pages in memory; all tokens of their prompts in one pass."""
@@ -800,6 +774,10 @@ class _Batch:
         if request.error is None:
             request.error = error
 
+    def _set_run(self, run: ForwardPass | None) -> None:
+        """Says in which pass the functions are that are called from here on, in the engine's thread."""
+        CURRENT.set(RunContext(frozenset((self.scope,)), run=run))
+
     def _now(self) -> Packed:
         assert self._packed is not None
         return self._packed
@@ -809,7 +787,7 @@ class _Batch:
         return processor is not None and kwargs.get("cache") is processor.cache
 
     # `kwargs` is missing where this hook came, or went, while another thread's pass was already under way.
-    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+    def _begin(self, module: nn.Module, args: Args, kwargs: Kwargs | None = None) -> Any:
         """The pass begins, when no other is under way: whose tokens are in it, in which context its hooks run."""
         if kwargs is None:
             return None
@@ -845,7 +823,7 @@ class _Batch:
             part.request.started = True
         self._pass = ForwardPass()
         self._pass.gradients = False
-        CURRENT.set(RunContext(frozenset((self.scope,)), run=self._pass))
+        self._set_run(self._pass)
         self.feed()
         if self.others is not None:
             self.others.take(1)
@@ -856,7 +834,7 @@ class _Batch:
         _leave_causal(left)
         return args, left
 
-    def _end(self, module: nn.Module, args: tuple[Any, ...], *more: Any) -> Any:
+    def _end(self, module: nn.Module, args: Args, *more: Any) -> Any:
         """The pass is over: `more` is what it was called with by name (see `_begin`), and what it gave."""
         kwargs, output = more[0] if len(more) > 1 else {}, more[-1]
         ours = self._is_ours(kwargs)
@@ -872,12 +850,12 @@ class _Batch:
                 self._turns.taken -= 1
                 _TURN.release()
 
-    def _ended(self, kwargs: dict[str, Any], output: Any) -> Any:
+    def _ended(self, kwargs: Kwargs, output: Any) -> Any:
         """What is left of our pass, and what it gives."""
         assert self._pass is not None
         self._pass.end()
         self._pass = None
-        CURRENT.set(RunContext(frozenset((self.scope,))))
+        self._set_run(None)
         if output is None:  # it raised
             return None
         if self.others is not None:

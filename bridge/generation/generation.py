@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from tqdm.auto import tqdm
 from transformers import StoppingCriteriaList
 from transformers.generation import BaseStreamer
@@ -23,10 +22,9 @@ from transformers.utils import ModelOutput
 from adapters.inputs import accepted_arguments, accepted_by, past_of, with_past_named
 from adapters.points import core_path
 from adapters.spread import refuse_context_parallel
-from adapters.views import Deferred
+from adapters.views import Args, Deferred, Kwargs
 from bridge.cache import ActivationCache
 from bridge.generation.options import (
-    Arguments,
     GenerationOptions,
     GenerationPrompt,
     Steps,
@@ -36,12 +34,14 @@ from bridge.generation.options import (
     check_return_type,
     decode,
     is_as_text,
+    of_prompt,
     prepared,
     prompt_of,
     rows_of,
     tell_of_rows,
     texts_of,
 )
+from bridge.generation.packed import with_unseen_keys
 from bridge.hooks.arguments import check_positive
 from bridge.hooks.context import CURRENT, Generation, forward_pass
 from bridge.hooks.hooks import HookPoint
@@ -101,7 +101,7 @@ class StepRecorder(ActivationRecorder):
             finally:
                 handle.remove()
 
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin(self, args: Args, kwargs: Kwargs) -> None:
         names = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
         given = [kwargs.get(name) for name in names]
         tokens = args[0] if args else next(value for value in given if value is not None)
@@ -127,7 +127,7 @@ class StepRecorder(ActivationRecorder):
             elif keys > total:  # a cache of fixed size
                 act = act.narrow(axis, 0, total)
             elif keys < total:  # a window that has moved on
-                act = self._widen(act, axis, (total - keys, 0), hook)
+                act = with_unseen_keys(act, axis, (total - keys, 0), hook)
         if self.pos in axes and act.shape[axes.index(self.pos)] > self.new:  # of the past too (keys from a latent)
             axis = axes.index(self.pos)
             if act.shape[axis] < total and ".attn." not in hook.name:  # no window of keys
@@ -142,11 +142,6 @@ class StepRecorder(ActivationRecorder):
         self._parts.setdefault(hook, []).append(kept)
         if not self.seen:
             self._from_start.add(hook)
-
-    def _widen(self, act: Tensor, axis: int, by: tuple[int, int], hook: HookPoint) -> Tensor:
-        """Adds keys that no query of this step attends to."""
-        nothing = float("-inf") if hook.name.endswith("hook_attn_scores") else 0.0
-        return pad(act, (0, 0) * (act.ndim - 1 - axis) + by, value=nothing)
 
     def given_back(self, values: dict[str, Tensor], rows: BatchRows, behind: bool) -> dict[str, Tensor]:
         """The activations with each token where the user has it.
@@ -173,7 +168,7 @@ class StepRecorder(ActivationRecorder):
             return parts[-1]
         if {self.pos, self.key_pos} <= set(axes):
             key = axes.index(self.key_pos)
-            parts = [self._widen(part, key, (0, total - part.shape[key]), hook) for part in parts]
+            parts = [with_unseen_keys(part, key, (0, total - part.shape[key]), hook) for part in parts]
         whole = torch.cat(parts, dim=grows)
         if whole.shape[grows] != total:
             return f"was computed at {whole.shape[grows]} of {total} tokens"
@@ -266,7 +261,7 @@ def hf_generate(
     bridge: RunnableBridge,
     input: Input,
     prepend_bos: bool | None,
-    arguments: dict[str, Any],
+    arguments: Kwargs,
     return_type: str | None = None,
 ) -> Any:
     """The model's own `generate`; see `TransformerBridge.hf_generate`.
@@ -294,7 +289,7 @@ def hf_generate(
 
 
 def run_generate(
-    bridge: RunnableBridge, prompt: GenerationPrompt, arguments: dict[str, Any], program: nn.Module | None = None
+    bridge: RunnableBridge, prompt: GenerationPrompt, arguments: Kwargs, program: nn.Module | None = None
 ) -> Any:
     """Calls the model's own `generate`, or that of a program."""
     random = bool(chosen(bridge, arguments, "do_sample"))
@@ -308,7 +303,7 @@ def run_generate(
     return generate(**prompt.kwargs, **arguments)
 
 
-def generation_of(bridge: RunnableBridge, prompt: GenerationPrompt, arguments: Arguments) -> Generation:
+def generation_of(bridge: RunnableBridge, prompt: GenerationPrompt, arguments: Kwargs) -> Generation:
     """A generation from a prompt, of which is known where in the sequence each step is.
 
     Args:
@@ -333,7 +328,7 @@ def has_decoders_points(bridge: RunnableBridge) -> bool:
     return bridge.core.config.is_encoder_decoder and any("decoder_pos" in hook.point.axes for hook in points)
 
 
-def chosen(bridge: RunnableBridge, arguments: Arguments, name: str) -> Any:
+def chosen(bridge: RunnableBridge, arguments: Kwargs, name: str) -> Any:
     """An argument of the model's `generate`: as it was given, or else as the model's own configuration says."""
     return arguments[name] if name in arguments else getattr(bridge.core.generation_config, name, None)
 
@@ -351,7 +346,7 @@ def generating(bridge: RunnableBridge, generation: Generation, prompt: Generatio
         yield
 
 
-def _step_recorder(bridge: RunnableBridge, options: GenerationOptions, arguments: dict[str, Any]) -> StepRecorder:
+def _step_recorder(bridge: RunnableBridge, options: GenerationOptions, arguments: Kwargs) -> StepRecorder:
     _refuse_other_runs(bridge, arguments)
     points = bridge.select_hooks(options.names_filter)
     known = accepted_arguments(type(bridge.core).forward)
@@ -373,7 +368,7 @@ def _step_recorder(bridge: RunnableBridge, options: GenerationOptions, arguments
     return StepRecorder(points, options.device, caching, has_decoders_points(bridge))
 
 
-def _refuse_other_runs(bridge: RunnableBridge, arguments: Arguments) -> None:
+def _refuse_other_runs(bridge: RunnableBridge, arguments: Kwargs) -> None:
     """Refuses to keep activations where the model runs on other tokens than those of the sequence, one by one.
 
     Raises:
@@ -454,7 +449,7 @@ class TextPieces:
         return piece
 
 
-def stream(bridge: RunnableBridge, input: Input, arguments: dict[str, Any]) -> Iterator[Any]:
+def stream(bridge: RunnableBridge, input: Input, arguments: Kwargs) -> Iterator[Any]:
     """Yields a continuation piece by piece; see `TransformerBridge.generate_stream`.
 
     Everything that can be refused is refused here, before the first piece is asked for.
@@ -482,7 +477,7 @@ def stream(bridge: RunnableBridge, input: Input, arguments: dict[str, Any]) -> I
 
 
 def _stream(
-    bridge: RunnableBridge, prompt: GenerationPrompt, arguments: dict[str, Any], as_text: bool, verbose: bool
+    bridge: RunnableBridge, prompt: GenerationPrompt, arguments: Kwargs, as_text: bool, verbose: bool
 ) -> Iterator[Any]:
     bar = tqdm(total=arguments["max_new_tokens"], desc="generating", unit="token", disable=not verbose)
     generation = generation_of(bridge, prompt, arguments)
@@ -515,31 +510,22 @@ def _stream(
 def _pieces(bridge: RunnableBridge, streamer: QueueStreamer, prompt: GenerationPrompt, as_text: bool) -> Iterator[Any]:
     """The stream of tokens as pieces of what the user asked for."""
     rows: list[TextPieces] = []
-    first = True
-    while True:
-        if not first:
-            streamer.asked.release()
-        first = False
-        value = streamer.queue.get()
+    while (value := streamer.queue.get()) is not _END:
         if isinstance(value, BaseException):
             raise value
-        if value is _END:
-            break
         tokens = value if value.ndim == 2 else value[:, None]
         if not as_text:
             yield tokens
-            continue
-        if not rows:
-            rows = [TextPieces(partial(decode, bridge)) for _ in tokens]
-            pieces = [row.add(ids.tolist()) for row, ids in zip(rows, rows_of(prompt, tokens), strict=True)]
         else:
-            pieces = [row.add(ids.tolist()) for row, ids in zip(rows, tokens, strict=True)]
-        if any(pieces):
-            yield pieces[0] if prompt.kind == "str" and len(pieces) == 1 else pieces
-    if as_text:
-        rest = [row.add([], last=True) for row in rows]
-        if any(rest):
-            yield rest[0] if prompt.kind == "str" and len(rest) == 1 else rest
+            new = tokens if rows else rows_of(prompt, tokens)
+            rows = rows or [TextPieces(partial(decode, bridge)) for _ in tokens]
+            pieces = [row.add(ids.tolist()) for row, ids in zip(rows, new, strict=True)]
+            if any(pieces):
+                yield of_prompt(pieces, prompt)
+        streamer.asked.release()
+    rest = [row.add([], last=True) for row in rows]
+    if any(rest):
+        yield of_prompt(rest, prompt)
 
 
 def in_pieces(pieces: Iterator[Piece], n: int | None) -> Iterator[Piece]:

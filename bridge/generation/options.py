@@ -18,7 +18,6 @@ from tqdm.auto import tqdm
 from transformers import (
     GenerationConfig,
     GenerationMixin,
-    LogitsProcessor,
     LogitsProcessorList,
     PreTrainedTokenizerBase,
     StoppingCriteria,
@@ -27,6 +26,8 @@ from transformers import (
 
 from adapters.inputs import accepted_arguments, accepted_by, gives_cache, takes, with_past_named
 from adapters.linear import input_device
+from adapters.observe.observe import WRONG, one_line
+from adapters.views import Kwargs
 from bridge.hooks.arguments import check_choice, check_types
 from bridge.hooks.context import Generation, without_hooks
 from bridge.hooks.names import NamesFilter, suggestion
@@ -48,10 +49,6 @@ from bridge.wiring.compiled import has_other_hooks
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-#: Arguments of the model's own `generate`.
-Arguments = dict[str, Any]
-
-
 @dataclass
 class GenerationPrompt:
     """What generation starts from.
@@ -64,7 +61,7 @@ class GenerationPrompt:
         kind: ``"str"``, ``"list"`` or ``"tokens"``: what the user passed.
     """
 
-    kwargs: Arguments
+    kwargs: Kwargs
     tokens: Tensor | None
     rows: BatchRows
     to_the_right: bool
@@ -75,8 +72,8 @@ def prompt_of(
     bridge: RunnableBridge,
     input: Input,
     options: TextOptions,
-    mask: Shaped[Tensor, "batch pos"] | None = None,
-    more: Arguments | None = None,
+    mask: Shaped[Tensor, "batch pos"] | None,
+    more: Kwargs | None,
 ) -> GenerationPrompt:
     """The prompt with padding where generation needs it: in front of a decoder's tokens, behind an encoder's.
 
@@ -143,7 +140,7 @@ def _behind_images_or_sound(
         TypeError: text or tokens for a model that reads none.
     """
     taken, where = takes(bridge.core), input_device(bridge.core)
-    given: Arguments = {} if mask is None else {"attention_mask": mask.to(where)}
+    given: Kwargs = {} if mask is None else {"attention_mask": mask.to(where)}
     if isinstance(input, Tensor) and input.is_floating_point():
         given[taken.main or ""] = input.to(where)
         return GenerationPrompt(given, None, BatchRows(bridge.core, given), False, "tokens")
@@ -166,7 +163,7 @@ def _behind_images_or_sound(
 _SAID: WeakKeyDictionary[nn.Module, dict[object, str]] = WeakKeyDictionary()
 
 
-def tell_of_rows(bridge: RunnableBridge, prompt: GenerationPrompt, more: Arguments) -> None:
+def tell_of_rows(bridge: RunnableBridge, prompt: GenerationPrompt, more: Kwargs) -> None:
     """Warns where a model's own `generate` continues a row otherwise in a batch than alone: tried once for each model.
 
     Processes that share a model are not asked, for not all of them may have such rows. Nor is a model with torch hooks
@@ -199,7 +196,7 @@ def tell_of_rows(bridge: RunnableBridge, prompt: GenerationPrompt, more: Argumen
         )
 
 
-def _said_of_rows(bridge: RunnableBridge, like: Tensor | None, padding: float | None, begin: Arguments) -> str:
+def _said_of_rows(bridge: RunnableBridge, like: Tensor | None, padding: float | None, begin: Kwargs) -> str:
     """What is to be said of a model whose row is another in a batch of two than alone, or cannot be tried; else "".
 
     Args:
@@ -245,13 +242,22 @@ def _said_of_rows(bridge: RunnableBridge, like: Tensor | None, padding: float | 
     with torch.no_grad(), without_hooks(), torch.random.fork_rng([where] if where.type == "cuda" else []):
         try:
             together, alone = logits(whole, mask), logits(whole[1:, mine], mask[1:, mine])
-        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError) as error:
-            why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
-            said = f"whether {name} continues {one} of a batch as it would be alone could not be tried ({why})"
-            return "" if padding is None else said
-    off = float((together - alone).norm() / alone.norm().clamp_min(1e-30))
-    right = off <= (1e-3 if core.dtype in (torch.float32, torch.float64) else 0.05)
-    return "" if right else f"{name} continues {one} of a batch otherwise than alone (its logits are off by {off:.2g})"
+        except WRONG as error:
+            said = f"whether {name} continues {one} of a batch as it would be alone could not be tried"
+            return "" if padding is None else f"{said} ({one_line(error)})"
+    off = distance(together, alone, core.dtype)
+    return off and f"{name} continues {one} of a batch otherwise than alone (its logits are off by {off})"
+
+
+def distance(found: Tensor, right: Tensor, dtype: torch.dtype) -> str:
+    """How far logits are from those that they should be, relative to these; "" where rounding makes as much.
+
+    Args:
+        found, right: of any shape.
+        dtype: that they were computed in.
+    """
+    off = float((found - right).norm() / right.norm().clamp_min(1e-30))
+    return "" if off <= (1e-3 if dtype in (torch.float32, torch.float64) else 0.05) else f"{off:.2g}"
 
 
 def check_return_type(return_type: str | None) -> None:
@@ -281,7 +287,11 @@ def rows_of(prompt: GenerationPrompt, sequences: Int[Tensor, "batch pos"]) -> li
 
 def texts_of(bridge: RunnableBridge, rows: Sequence[Tensor], prompt: GenerationPrompt) -> str | list[str]:
     """The text of each row; of one text, its text alone."""
-    texts = [decode(bridge, row.tolist()) for row in rows]
+    return of_prompt([decode(bridge, row.tolist()) for row in rows], prompt)
+
+
+def of_prompt(texts: list[str], prompt: GenerationPrompt) -> str | list[str]:
+    """What was made of each row of a prompt; of one text, what was made of it."""
     return texts[0] if prompt.kind == "str" and len(texts) == 1 else texts
 
 
@@ -343,19 +353,13 @@ class StopStrings(StoppingCriteria):
         return torch.tensor(done, dtype=torch.bool, device=input_ids.device)
 
 
-class FrequencyPenalty(LogitsProcessor):
-    """Lowers the logit of each token by `penalty` for every time it stands in the sequence, as HookedTransformer does.
+def _less_frequent(penalty: float, input_ids: Tensor, scores: Tensor) -> Tensor:
+    """A logits processor: the logit of each token less a penalty for every time it stands in the sequence.
 
-    Args:
-        penalty: in logits.
+    HookedTransformer does so.
     """
-
-    def __init__(self, penalty: float) -> None:
-        self.penalty = penalty
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        counts = torch.zeros_like(scores).scatter_add_(1, input_ids, torch.ones_like(input_ids, dtype=scores.dtype))
-        return scores - self.penalty * counts
+    counts = torch.zeros_like(scores).scatter_add_(1, input_ids, torch.ones_like(input_ids, dtype=scores.dtype))
+    return scores - penalty * counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -427,7 +431,7 @@ def check_plain_loop(bridge: RunnableBridge, wanted: str, instead: str) -> None:
         )
 
 
-def prepared(bridge: RunnableBridge, input: Input, options: GenerationOptions) -> tuple[GenerationPrompt, Arguments]:
+def prepared(bridge: RunnableBridge, input: Input, options: GenerationOptions) -> tuple[GenerationPrompt, Kwargs]:
     """The prompt, and the arguments of the model's `generate` besides.
 
     Args:
@@ -449,7 +453,7 @@ def prepared(bridge: RunnableBridge, input: Input, options: GenerationOptions) -
         prompt.kwargs["attention_mask"] = inferred_mask(bridge, prompt.tokens, options.eos_token_id, more)
     _check_room(bridge, prompt, options.max_new_tokens)
     tell_of_rows(bridge, prompt, more)
-    arguments: Arguments = {"max_new_tokens": options.max_new_tokens, "do_sample": options.do_sample, **more}
+    arguments: Kwargs = {"max_new_tokens": options.max_new_tokens, "do_sample": options.do_sample, **more}
     for name in ("top_k", "top_p", "temperature", "repetition_penalty"):
         if getattr(options, name) is not None:
             arguments[name] = getattr(options, name)
@@ -463,7 +467,9 @@ def prepared(bridge: RunnableBridge, input: Input, options: GenerationOptions) -
     arguments |= _ending(bridge, options, more)
     if options.freq_penalty:
         processors = arguments.pop("logits_processor", None) or []
-        arguments["logits_processor"] = LogitsProcessorList([*processors, FrequencyPenalty(options.freq_penalty)])
+        arguments["logits_processor"] = LogitsProcessorList(
+            [*processors, functools.partial(_less_frequent, options.freq_penalty)]
+        )
     criteria = options.stopping_criteria
     several = list(criteria or []) if isinstance(criteria, Sequence | None) else [criteria]
     if wrong := [each for each in several if not callable(each)]:
@@ -475,7 +481,7 @@ def prepared(bridge: RunnableBridge, input: Input, options: GenerationOptions) -
 
 
 def inferred_mask(
-    bridge: RunnableBridge, tokens: Tensor, eos_token_id: int | Sequence[int] | None, more: Arguments
+    bridge: RunnableBridge, tokens: Tensor, eos_token_id: int | Sequence[int] | None, more: Kwargs
 ) -> Tensor:
     """The mask of tokens that are given without one: all of them count, as in a forward pass.
 
@@ -496,9 +502,9 @@ def inferred_mask(
     return torch.ones_like(tokens)
 
 
-def _ending(bridge: RunnableBridge, options: GenerationOptions, more: Arguments) -> Arguments:
+def _ending(bridge: RunnableBridge, options: GenerationOptions, more: Kwargs) -> Kwargs:
     """What ends a row, and what fills it up afterwards."""
-    given: Arguments = {}
+    given: Kwargs = {}
     ending = options.eos_token_id
     if ending is not None:
         given["eos_token_id"] = list(ending) if isinstance(ending, Sequence) else ending
@@ -511,7 +517,7 @@ def _ending(bridge: RunnableBridge, options: GenerationOptions, more: Arguments)
     return given
 
 
-def _check_known(bridge: RunnableBridge, more: Arguments) -> None:
+def _check_known(bridge: RunnableBridge, more: Kwargs) -> None:
     known = set(vars(GenerationConfig()))
     own: Any = type(bridge.core)  # of which `check_generates` has seen that it generates
     known |= set(inspect.signature(own.generate).parameters)

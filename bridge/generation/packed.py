@@ -295,6 +295,19 @@ def _result(fn: HookFunction, act: Tensor, hook: HookPoint) -> Tensor:
     return given if new is None else checked(new, act, Listener("fwd", fn), hook)
 
 
+def with_unseen_keys(act: Tensor, axis: int, by: tuple[int, int], hook: HookPoint) -> Tensor:
+    """Scores or a pattern with keys to which no query of a step attends.
+
+    Args:
+        act: the activation.
+        axis: that of keys.
+        by: how many come first, and how many last.
+        hook: the hook point.
+    """
+    nothing = float("-inf") if hook.name.endswith("hook_attn_scores") else 0.0
+    return pad(act, (0, 0) * (act.ndim - 1 - axis) + by, value=nothing)
+
+
 def together(kept: Sequence[tuple[int, Tensor]], hook: HookPoint) -> Tensor:
     """What was seen in the steps of a request, as in one run of its sequence.
 
@@ -312,9 +325,7 @@ def together(kept: Sequence[tuple[int, Tensor]], hook: HookPoint) -> Tensor:
             if "pos" not in axes:  # keys and values of the past too: these are the new ones
                 act = act.narrow(axis, act.shape[axis] - (end - first), end - first)
             else:  # what a window has left behind, and what comes later: keys that no query of this step sees
-                nothing = float("-inf") if hook.name.endswith("hook_attn_scores") else 0.0
-                sides = (end - act.shape[axis], total - end)
-                act = pad(act, (0, 0) * (act.ndim - 1 - axis) + sides, value=nothing)
+                act = with_unseen_keys(act, axis, (end - act.shape[axis], total - end), hook)
         parts.append(act)
     return torch.cat(parts, axes.index("pos") if "pos" in axes else axes.index("key_pos"))
 

@@ -13,7 +13,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -36,7 +38,6 @@ class BackgroundWriter:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="harvest-writer")
         self._waiting: deque[Future[None]] = deque()
-        self._failed = False
 
     def do(self, step: Callable[[], None]) -> None:
         """Has something done behind what was asked before; waits where too much is waiting.
@@ -44,32 +45,31 @@ class BackgroundWriter:
         Raises:
             BaseException: what an earlier step raised.
         """
-        self._waiting.append(self._pool.submit(self._guarded, step))
-        while len(self._waiting) > _AHEAD:
-            self._waiting.popleft().result()
+        before = self._waiting[-1] if self._waiting else None
 
-    def _guarded(self, step: Callable[[], None]) -> None:
-        if self._failed:
-            return
-        try:
+        def behind() -> None:
+            if before is not None:
+                before.result()  # which raises what went wrong there
             step()
-        except BaseException:
-            self._failed = True
-            raise
 
-    def wait(self) -> None:
-        """Until everything is done.
+        self._waiting.append(self._pool.submit(behind))
+        self.wait(_AHEAD)
+
+    def wait(self, most: int = 0) -> None:
+        """Until everything is done, or no more than some steps are left.
+
+        Args:
+            most: how many.
 
         Raises:
             BaseException: what a step raised.
         """
-        while self._waiting:
+        while len(self._waiting) > most:
             self._waiting.popleft().result()
 
     def close(self) -> None:
         """Ends the thread; what has not begun is left undone."""
-        self._failed = True
-        self._pool.shutdown(wait=True)
+        self._pool.shutdown(wait=True, cancel_futures=True)
 
 
 def run_local(
@@ -182,34 +182,32 @@ class ShardWorker:
         return {"record": records, "seconds": np.array(seconds), "error": np.array(errors, dtype=object)}
 
 
-class _Feeder(threading.Thread):
-    """Puts what shards are made from into a queue, as fast as it is emptied."""
+def _feed(
+    queue: Any, full: type[Exception], shards: Iterable[ShardInput], stopped: threading.Event, fed: Future[set[int]]
+) -> None:
+    """Puts what shards are made from into a queue, as fast as it is emptied.
 
-    def __init__(self, queue: Any, full: type[Exception], shards: Iterable[ShardInput]) -> None:
-        super().__init__(name="harvest-feeder", daemon=True)
-        self.queue, self.full, self.shards = queue, full, shards
-        self.stopped = threading.Event()
-        self.error: BaseException | None = None
-        self.given: set[int] = set()
+    Args:
+        queue, full: Ray's, and its error where there is no room.
+        shards: what is put there.
+        stopped: nobody takes them any more.
+        fed: is told at the end which shards these were, or what went wrong.
+    """
+    given: set[int] = set()
+    try:
+        for shard in takewhile(lambda _: not stopped.is_set(), shards):
+            given.add(shard.index)
+            _put(queue, full, pickle.dumps(shard), stopped)
+        fed.set_result(given)
+    except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits for us
+        fed.set_exception(error)
+    _put(queue, full, None, stopped)
 
-    def run(self) -> None:
-        try:
-            for shard in self.shards:
-                self.given.add(shard.index)
-                if not self._put(pickle.dumps(shard)):
-                    return
-        except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits for us
-            self.error = error
-        self._put(None)
 
-    def _put(self, item: bytes | None) -> bool:
-        while not self.stopped.is_set():
-            try:
-                self.queue.put(item, timeout=1)
-            except self.full:
-                continue
-            return True
-        return False
+def _put(queue: Any, full: type[Exception], item: bytes | None, stopped: threading.Event) -> None:
+    while not stopped.is_set():
+        with suppress(full):
+            return queue.put(item, timeout=1)  # type: ignore[no-any-return]
 
 
 def installed() -> Any:
@@ -277,7 +275,7 @@ def _run(
 ) -> None:  # fmt: skip
     queues, data = importlib.import_module("ray.util.queue"), importlib.import_module("ray.data")
     queue = queues.Queue(maxsize=2 * pool.workers)
-    feeder = _Feeder(queue, queues.Full, shards)
+    stopped, fed = threading.Event(), Future[set[int]]()
     refs = [] if model.bridge is None else [ray.put(model.bridge)]
     spec = model if model.bridge is None else ModelSource(None, "a bridge", None, None)
 
@@ -289,7 +287,8 @@ def _run(
     before = context.target_max_block_size, context.enable_progress_bars
     # A block for each shard: nothing waits for others to fill a block with.
     context.target_max_block_size, context.enable_progress_bars = 1, False
-    feeder.start()
+    feeding = queue, queues.Full, shards, stopped, fed
+    threading.Thread(target=_feed, args=feeding, name="harvest-feeder", daemon=True).start()
     try:
         handed = data.from_items([0]).map_batches(pull, batch_size=1, num_cpus=0)
         made = handed.map_batches(
@@ -311,13 +310,12 @@ def _run(
             received.add(record.index)
             done(record, float(row["seconds"]))
     finally:
-        feeder.stopped.set()
+        stopped.set()
         context.target_max_block_size, context.enable_progress_bars = before
-    feeder.join()
-    queue.shutdown(force=True)
-    if feeder.error is not None:
-        raise feeder.error
-    lost = sorted(feeder.given - received)
+    try:
+        lost = sorted(fed.result() - received)
+    finally:
+        queue.shutdown(force=True)
     if lost:
         raise HarvestError(f"shards {lost} were lost with a worker; the same call makes them")
 

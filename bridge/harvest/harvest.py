@@ -35,6 +35,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -58,15 +59,17 @@ from bridge.harvest.options import (
     special_id,
 )
 from bridge.harvest.packing import START, Cursor, DocumentSource, ShardInput, SourceReader, Tokenization, as_source
-from bridge.harvest.rows import Harvested, InTurns, Meter, Progress, RowMaker, Together, default_batch_size, together_of
-from bridge.harvest.shards import Folder, Manifest, ShardRecord
-from bridge.hooks.context import HookFunction
+from bridge.harvest.rows import Changes, Harvested, InTurns, Meter, Progress, RowMaker, Show, Together, together_of
+from bridge.harvest.shards import Data, Folder, Manifest, ShardRecord
+from bridge.loading.loading import ModelFiles, tokenizer_of
 from bridge.version import __version__
 
 if TYPE_CHECKING:
     from bridge.engine import Engine as VLLMEngine
 
 Engine = Literal["local", "ray"]
+#: The libraries whose versions a manifest names.
+_COMPUTES = ("torch", "transformers", "pyarrow", "numpy")
 #: What makes shards and writes them, and tells of each that is whole.
 Runs = Callable[[Iterator[ShardInput], Callable[[ShardRecord, float], None]], object]
 
@@ -88,7 +91,7 @@ def harvest(
     keep_special: bool = True,
     rows: Rows = "all",
     reduce: Mapping[str, Reduction] | None = None,
-    interventions: Sequence[tuple[str, HookFunction]] = (),
+    interventions: Changes = (),
     batch_size: int | None = None,
     device: torch.device | str | None = None,
     model_dtype: torch.dtype | str | None = None,
@@ -99,7 +102,7 @@ def harvest(
     address: str | None = None,
     cpus_per_worker: float = 1,
     gpus_per_worker: float = 0,
-    progress: bool | Callable[[Progress], object] = False,
+    progress: Show = False,
     checksums: bool = False,
 ) -> Harvested:
     """Runs a model over documents and writes activations, with ids that lead back to the text.
@@ -217,8 +220,8 @@ def harvest(
 
 def _harvested(
     spec: ModelSource, asked: HarvestOptions, source: DocumentSource, tokenizer: Any, prepend_bos: bool | None,
-    folder: Folder, quick: dict[str, Any], pool: WorkerPool | None,
-    progress: bool | Callable[[Progress], object], together: Together | InTurns | None, checksums: bool,
+    folder: Folder, quick: Data, pool: WorkerPool | None,
+    progress: Show, together: Together | InTurns | None, checksums: bool,
 ) -> Harvested:  # fmt: skip
     """What `harvest` does in the process that writes."""
     began, gpus, known = time.perf_counter(), bool(pool and pool.gpus > 0), quick["model"][3] is not None
@@ -232,7 +235,7 @@ def _harvested(
         kind = "cuda" if gpus else torch.device(bridge.cfg.device).type if spec.engine is None else spec.engine.device
         batch_size = asked.batch_size
         if batch_size is None:
-            batch_size = default_batch_size(asked.tokens.context_size, kind)
+            batch_size = asked.usual_batch_size(kind)
             if manifest is not None:
                 batch_size = int(manifest.options.get("batch_size", batch_size))
         bos = bos_id(tokenizer, prepend_bos, bridge.cfg.default_prepend_bos)
@@ -273,7 +276,7 @@ def _write(
     expected: dict[int, ShardRecord],
     reader: SourceReader,
     options: HarvestOptions,
-    progress: bool | Callable[[Progress], object],
+    progress: Show,
     workers: int,
     run: Runs,
 ) -> Meter:
@@ -347,26 +350,14 @@ def _tokenizer(spec: ModelSource) -> Any:
     """The tokenizer of a bridge or of a model that is not loaded yet; None where there is none."""
     if spec.bridge is not None:
         return spec.bridge.tokenizer
-    from transformers import AutoTokenizer
-
-    path = spec.path
-    assert path is not None
-    if os.path.isdir(path) and not any(
-        os.path.exists(os.path.join(path, name))
-        for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-    ):
-        return None
-    return AutoTokenizer.from_pretrained(path)
+    assert spec.path is not None
+    return tokenizer_of(ModelFiles(spec.path, {}, None), progress=False)
 
 
 def _manifest(
     ran: VLLMEngine | None, bridge: TransformerBridge, maker: RowMaker, options: HarvestOptions, batch_size: int,
-    device: str, quick: dict[str, Any], source: DocumentSource,
+    device: str, quick: Data, source: DocumentSource,
 ) -> Manifest:  # fmt: skip
-    import numpy
-    import pyarrow
-    import transformers
-
     return Manifest(
         # An engine's bridge has no weights; and its rows are not put beside those of a run, which differ in rounding.
         model={
@@ -376,13 +367,7 @@ def _manifest(
         },
         tokenizer=quick["tokenizer"],
         options=options.describe(maker.points, batch_size, device),
-        versions={
-            "transformer-bridge": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "pyarrow": pyarrow.__version__,
-            "numpy": numpy.__version__,
-        },
+        versions={"transformer-bridge": __version__, **{name: import_module(name).__version__ for name in _COMPUTES}},
         source={"description": source.description, "identity": source.identity, "end": None},
         quick=quick,
     )

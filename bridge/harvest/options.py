@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import torch
@@ -224,6 +224,10 @@ class HarvestOptions:
     batch_size: int | None
     format: FileFormat
 
+    def usual_batch_size(self, device: str) -> int:
+        """Inputs in one forward pass: about 4,096 tokens on a CPU, 32,768 elsewhere."""
+        return max(1, (4096 if device == "cpu" else 32768) // self.tokens.context_size)
+
     def describe(self, points: Sequence[str], batch_size: int, device: str) -> dict[str, Any]:
         """Plain data that differs when the rows would.
 
@@ -235,14 +239,8 @@ class HarvestOptions:
         rows = self.rows.describe() if isinstance(self.rows, TopPositions) else self.rows
         return {
             "hook_points": list(points),
-            "context_size": self.tokens.context_size,
-            "bos": self.tokens.bos,
-            "separator": self.tokens.separator,
-            "pack": self.tokens.pack,
-            "dtype": self.dtype,
-            "tokens_per_shard": self.tokens_per_shard,
-            "max_tokens": self.max_tokens,
-            "keep_special": self.keep_special,
+            **asdict(self.tokens),
+            **{name: getattr(self, name) for name in ("dtype", "tokens_per_shard", "max_tokens", "keep_special")},
             "rows": rows,
             "reduce": {name: reduction.describe() for name, reduction in sorted(self.reduce.items())},
             "interventions": [[name, of_value(function)] for name, function in self.interventions],

@@ -6,9 +6,9 @@ import glob
 import gzip
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,26 +24,31 @@ from bridge.harvest.fingerprint import HarvestError
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+#: An array of any kind of numbers.
+Array = np.ndarray[Any, np.dtype[Any]]
 #: One document: a text, or token ids.
 Document = str | np.ndarray[Any, np.dtype[np.int64]]
 
 
+@dataclass(frozen=True)
 class DocumentSource:
     """Documents in a fixed order.
 
     Attributes:
+        read: begins to read them: for each the text or token ids, and the file that it is from, if there is one.
+        description: what it is, for the manifest.
         total: how many there are, where that can be had without reading them.
         identity: what tells it from another source without reading it, where there is such a thing.
-        description: what it is, for the manifest.
     """
 
+    read: Callable[[], Iterable[tuple[Any, str | None]]]
+    description: str
     total: int | None = None
     identity: Any = None
-    description = ""
 
     def documents(self) -> Iterator[Document]:
-        """The documents."""
-        raise NotImplementedError
+        """The documents, checked; an iterator is used up by it."""
+        return (document(item, number, place) for number, (item, place) in enumerate(self.read()))
 
 
 @dataclass(frozen=True)
@@ -94,99 +99,68 @@ def _kind(path: str) -> str | None:
     return "parquet" if path.endswith(".parquet") else None
 
 
-class ItemsSource(DocumentSource):
-    """A list of texts or of token ids, a tensor of tokens ``[document, pos]``, or an iterator, which reading uses up.
-
-    Args:
-        items: the documents.
-        total: how many there are, where that is known.
-    """
-
-    def __init__(self, items: Iterable[Any], total: int | None) -> None:
-        self.items, self.total = items, total
-        self.description = "an iterator" if total is None else f"{total} documents in memory"
-
-    def documents(self) -> Iterator[Document]:
-        """See `DocumentSource`."""
-        for number, item in enumerate(self.items):
-            yield document(item, number, None)
+def _of_files(files: Files, column: str) -> DocumentSource:
+    """What reads files."""
+    paths = files.paths
+    identity = [[path, os.stat(path).st_size, os.stat(path).st_mtime_ns] for path in paths]
+    description = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" * (len(paths) > 3))
+    read = lambda: ((item, path) for path in paths for item in _items_in(path, column))
+    return DocumentSource(read, description, identity=identity)
 
 
-class FilesSource(DocumentSource):
-    """Files (see `Files`)."""
-
-    def __init__(self, files: Files, column: str) -> None:
-        self.files, self.column = files, column
-        self.identity = [[path, os.stat(path).st_size, os.stat(path).st_mtime_ns] for path in files.paths]
-        self.description = ", ".join(files.paths[:3]) + (f" and {len(files.paths) - 3} more" * (len(files.paths) > 3))
-
-    def documents(self) -> Iterator[Document]:
-        """See `DocumentSource`."""
-        number = 0
-        for path in self.files.paths:
-            for item in self._items(path):
-                yield document(item, number, path)
-                number += 1
-
-    def _items(self, path: str) -> Iterator[Any]:
-        kind = _kind(path)
-        if kind == "parquet":
-            with pq.ParquetFile(path) as file:
-                if self.column not in file.schema_arrow.names:
-                    raise HarvestError(
-                        f"{path} has no column {self.column!r}; it has {', '.join(file.schema_arrow.names)}. "
-                        "column= says which one holds the texts or token ids."
-                    )
-                for batch in file.iter_batches(batch_size=256, columns=[self.column]):
-                    yield from batch.column(0).to_pylist()
-            return
-        opened = gzip.open if path.endswith(".gz") else open
-        with opened(path, "rt", encoding="utf-8") as lines:
-            for place, line in enumerate(lines, 1):
-                line = line.rstrip("\r\n")
-                if line:
-                    yield line if kind == "text" else self._field(line, f"{path}:{place}")
-
-    def _field(self, line: str, place: str) -> Any:
-        try:
-            found = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise HarvestError(f"{place} is no JSON: {error}") from error
-        if not isinstance(found, dict) or self.column not in found:
-            names = ", ".join(found) if isinstance(found, dict) else type(found).__name__
-            raise HarvestError(f"{place} has no field {self.column!r}; it has {names}. column= says which one to take.")
-        return found[self.column]
+def _items_in(path: str, column: str) -> Iterator[Any]:
+    """What a file holds, one after the other."""
+    kind = _kind(path)
+    if kind == "parquet":
+        with pq.ParquetFile(path) as file:
+            if column not in file.schema_arrow.names:
+                raise HarvestError(
+                    f"{path} has no column {column!r}; it has {', '.join(file.schema_arrow.names)}. "
+                    "column= says which one holds the texts or token ids."
+                )
+            for batch in file.iter_batches(batch_size=256, columns=[column]):
+                yield from batch.column(0).to_pylist()
+        return
+    opened = gzip.open if path.endswith(".gz") else open
+    with opened(path, "rt", encoding="utf-8") as lines:
+        for place, line in enumerate(lines, 1):
+            line = line.rstrip("\r\n")
+            if line:
+                yield line if kind == "text" else _field(line, column, f"{path}:{place}")
 
 
-class TableSource(DocumentSource):
-    """A Hugging Face data set, whole or streaming, or a Ray data set."""
+def _field(line: str, column: str, place: str) -> Any:
+    try:
+        found = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise HarvestError(f"{place} is no JSON: {error}") from error
+    if not isinstance(found, dict) or column not in found:
+        names = ", ".join(found) if isinstance(found, dict) else type(found).__name__
+        raise HarvestError(f"{place} has no field {column!r}; it has {names}. column= says which one to take.")
+    return found[column]
 
-    def __init__(self, table: Any, column: str) -> None:
-        self.table, self.column = table, column
-        self.ray = type(table).__module__.startswith("ray.")
-        columns = table.columns() if self.ray else table.column_names
-        if columns is not None and column not in columns:
-            raise HarvestError(
-                f"the data set has no column {column!r}; it has {', '.join(columns)}. "
-                "column= says which one holds the texts or token ids."
-            )
-        if hasattr(table, "__len__") and not self.ray:
-            self.total = len(table)
-        self.identity = getattr(table, "_fingerprint", None)
-        self.description = f"{type(table).__module__.partition('.')[0]}.{type(table).__name__}, column {column!r}"
 
-    def documents(self) -> Iterator[Document]:
-        """See `DocumentSource`."""
-        rows = self._ray_rows() if self.ray else iter(self.table)
-        for number, row in enumerate(rows):
-            if self.column not in row:
-                raise HarvestError(f"document {number} has no column {self.column!r}; it has {', '.join(row)}")
-            yield document(row[self.column], number, None)
+def _of_table(table: Any, column: str) -> DocumentSource:
+    """What reads a Hugging Face data set, whole or streaming, or a Ray data set."""
+    ray = type(table).__module__.startswith("ray.")
+    columns = table.columns() if ray else table.column_names
+    if columns is not None and column not in columns:
+        raise HarvestError(
+            f"the data set has no column {column!r}; it has {', '.join(columns)}. "
+            "column= says which one holds the texts or token ids."
+        )
 
-    def _ray_rows(self) -> Iterator[dict[str, Any]]:
-        # Without this, blocks come in the order in which they are done, and a document's number means nothing.
-        self.table.context.execution_options.preserve_order = True
-        yield from self.table.iter_rows()
+    def read() -> Iterator[tuple[Any, None]]:
+        if ray:  # else blocks come in the order in which they are done, and a document's number means nothing
+            table.context.execution_options.preserve_order = True
+        for number, row in enumerate(table.iter_rows() if ray else table):
+            if column not in row:
+                raise HarvestError(f"document {number} has no column {column!r}; it has {', '.join(row)}")
+            yield row[column], None
+
+    total = len(table) if hasattr(table, "__len__") and not ray else None
+    description = f"{type(table).__module__.partition('.')[0]}.{type(table).__name__}, column {column!r}"
+    return DocumentSource(read, description, total, getattr(table, "_fingerprint", None))
 
 
 def document(item: Any, number: int, place: str | None) -> Document:
@@ -231,12 +205,12 @@ def as_source(given: Any, column: str) -> DocumentSource:
             f"the source is the str {given[:60]!r}: give [text] for one text, or bridge.harvest.Files(path) for a file"
         )
     if (files := _as_files(given)) is not None:
-        return FilesSource(files, column)
+        return _of_files(files, column)
     package = type(given).__module__.partition(".")[0]
     if package == "datasets" or (package == "ray" and hasattr(given, "iter_rows")):
         if isinstance(given, dict):
             raise HarvestError(f"the source is a {type(given).__name__} of {', '.join(given)}: give one of them")
-        return TableSource(given, column)
+        return _of_table(given, column)
     return _items(given)
 
 
@@ -249,7 +223,7 @@ def _as_files(given: Any) -> Files | None:
     return given if isinstance(given, Files) else None
 
 
-def _items(given: Any) -> ItemsSource:
+def _items(given: Any) -> DocumentSource:
     """What reads texts or token ids that are in memory, or come one after the other.
 
     Raises:
@@ -259,10 +233,10 @@ def _items(given: Any) -> ItemsSource:
         raise HarvestError(f"a tensor of tokens must be [document, pos], not {list(given.shape)}")
     if isinstance(given, list | tuple) and given and isinstance(given[0], int | np.integer):
         raise HarvestError("the source is one row of token ids: give a list of rows, [ids]")
-    if isinstance(given, Tensor | np.ndarray | list | tuple):
-        return ItemsSource(given, len(given))
     if isinstance(given, Iterable):
-        return ItemsSource(given, None)
+        total = len(given) if isinstance(given, Tensor | np.ndarray | list | tuple) else None
+        what = "an iterator" if total is None else f"{total} documents in memory"
+        return DocumentSource(lambda: zip(given, repeat(None)), what, total)
     raise HarvestError(
         f"the source is {type(given).__name__}; it must be a list or an iterator of texts or token ids, a tensor "
         "[document, pos], Files, a path, a Hugging Face data set or a Ray data set"
@@ -425,7 +399,7 @@ class SourceReader:
     def _cursor(self, place: tuple[int, int]) -> Cursor:
         return Cursor(*place, self._hash.hexdigest())
 
-    def _encoded(self, after: Cursor) -> Iterator[tuple[int, Document, np.ndarray[Any, np.dtype[Any]]]]:
+    def _encoded(self, after: Cursor) -> Iterator[tuple[int, Document, Array]]:
         """Documents with their numbers and token ids, the separator included."""
         documents = self.source.documents()
         self._skip(documents, after)
@@ -451,7 +425,7 @@ class SourceReader:
     def _sequences(self, after: Cursor) -> Iterator[tuple[Any, Any, Any, tuple[int, int]]]:
         """Each input: its tokens, their documents, their places in them, and the place in the source behind it."""
         room = self.tokens.context_size - (self.tokens.bos is not None)
-        parts: list[tuple[int, int, np.ndarray[Any, np.dtype[Any]], int]] = []
+        parts: list[tuple[int, int, Array, int]] = []
         held = 0
         offset, begin = after.offset, (after.documents, after.offset)
         for number, document, ids in self._encoded(after):
@@ -476,7 +450,7 @@ class SourceReader:
             yield self._sequence(parts, begin)
 
     def _sequence(
-        self, parts: list[tuple[int, int, np.ndarray[Any, np.dtype[Any]], int]], place: tuple[int, int]
+        self, parts: list[tuple[int, int, Array, int]], place: tuple[int, int]
     ) -> tuple[Any, Any, Any, tuple[int, int]]:
         tokens = [ids for _, _, ids, _ in parts]
         documents = [np.full(len(ids), number, np.int64) for number, _, ids, _ in parts]

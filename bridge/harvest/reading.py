@@ -22,6 +22,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from bridge.harvest.fingerprint import HarvestError
 from bridge.harvest.options import check_number
+from bridge.harvest.packing import Array
 from bridge.harvest.rows import ID_COLUMNS
 from bridge.harvest.shards import Folder, ShardFile
 from bridge.hooks.arguments import refuse_wrong_types
@@ -102,7 +103,8 @@ def check(path: str | os.PathLike[str]) -> HarvestCheck:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-Array = np.ndarray[Any, np.dtype[Any]]
+#: Names of columns and their rows, ``[row, ...]``.
+Arrays = dict[str, Array]
 
 
 @dataclass(frozen=True)
@@ -159,14 +161,14 @@ class ShufflePool:
         self.arrays = {name: np.empty((rows, *shape), kind) for name, (kind, shape) in columns.items()}
         self.room, self.held, self.rng = rows, 0, rng
 
-    def put(self, piece: dict[str, Array]) -> None:
+    def put(self, piece: Arrays) -> None:
         """Takes rows in."""
         count = len(next(iter(piece.values())))
         for name, array in self.arrays.items():
             array[self.held : self.held + count] = piece[name]
         self.held += count
 
-    def draw(self, size: int, last: bool) -> Iterator[dict[str, Array]]:
+    def draw(self, size: int, last: bool) -> Iterator[Arrays]:
         """All rows in batches, at random; those that fill none stay, unless nothing comes after them.
 
         Args:
@@ -218,7 +220,7 @@ class Statistics:
     covariance: Float[Tensor, "d d"] | None
 
 
-def statistics_of(pieces: Iterable[np.ndarray[Any, np.dtype[Any]]], name: str, covariance: bool) -> Statistics:
+def statistics_of(pieces: Iterable[Array], name: str, covariance: bool) -> Statistics:
     """The statistics of rows that come a piece at a time.
 
     Pieces are merged as Chan, Golub and LeVeque (1983) merge them, which loses no digits when the mean is far from 0.
@@ -350,7 +352,7 @@ class Activations:
                 raise HarvestError(f"there is no column {name!r}.{suggestion(name, self.columns)}")
         return list(columns)
 
-    def __getitem__(self, rows: int | slice | Sequence[int] | Tensor | np.ndarray[Any, np.dtype[Any]]) -> Batch:
+    def __getitem__(self, rows: int | slice | Sequence[int] | Tensor | Array) -> Batch:
         """Some rows, by number: all columns, ``[row, ...]`` each (without the first axis for a single one).
 
         Args:
@@ -367,7 +369,7 @@ class Activations:
         return self.read(rows)
 
     def read(
-        self, rows: Sequence[int] | Tensor | np.ndarray[Any, np.dtype[Any]], columns: Sequence[str] | None = None,
+        self, rows: Sequence[int] | Tensor | Array, columns: Sequence[str] | None = None,
         device: torch.device | str = "cpu",
     ) -> Batch:  # fmt: skip
         """Some rows, by number, in the order given.
@@ -404,15 +406,13 @@ class Activations:
                         found[name][places] = data[name][within[places] % self._piece]
         return _tensors(found, device)
 
-    def _read_piece(self, piece: int, names: list[str]) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
+    def _read_piece(self, piece: int, names: list[str]) -> Arrays:
         number = int(np.searchsorted(self._piece_ends, piece, side="right"))
         before = int(self._piece_ends[number - 1]) if number else 0
         with self._open(number) as shard:
             return self._piece_of(shard, number, piece - before, names)
 
-    def _piece_of(
-        self, shard: ShardFile, number: int, piece: int, names: list[str]
-    ) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
+    def _piece_of(self, shard: ShardFile, number: int, piece: int, names: list[str]) -> Arrays:
         """One piece of a shard, which has the rows that its place among the pieces promises."""
         rows = min(self._piece, self.manifest.shards[number].rows - piece * self._piece)
         data = shard.piece(piece, names) if piece < shard.pieces else {}
@@ -489,8 +489,8 @@ class Activations:
                 return
             yield _tensors(arrays, device)
 
-    def _plain(self, names: list[str], size: int, pieces: Any) -> Iterator[dict[str, np.ndarray[Any, np.dtype[Any]]]]:
-        held: list[dict[str, np.ndarray[Any, np.dtype[Any]]]] = []
+    def _plain(self, names: list[str], size: int, pieces: Any) -> Iterator[Arrays]:
+        held: list[Arrays] = []
         count = 0
         for piece in pieces:
             data = self._read_piece(int(piece), names)
@@ -509,7 +509,7 @@ class Activations:
 
     def _shuffled(
         self, names: list[str], size: int, seed: int, epoch: int, memory: int, pieces: Any, share: Share
-    ) -> Iterator[dict[str, np.ndarray[Any, np.dtype[Any]]]]:
+    ) -> Iterator[Arrays]:
         rng = np.random.default_rng([seed, epoch, share.rank, share.worker])
         shapes = {name: self._shapes[name] for name in names}
         pool = ShufflePool(shapes, self._pool_rows(names, memory, size), rng)
@@ -659,6 +659,6 @@ def _add_row(tar: tarfile.TarFile, number: int, row: dict[str, Tensor]) -> None:
         tar.addfile(entry, io.BytesIO(content))
 
 
-def _tensors(arrays: dict[str, np.ndarray[Any, np.dtype[Any]]], device: torch.device | str) -> Batch:
+def _tensors(arrays: Arrays, device: torch.device | str) -> Batch:
     made = {name: torch.from_numpy(array) for name, array in arrays.items()}
     return made if str(device) == "cpu" else {name: value.to(device) for name, value in made.items()}

@@ -18,12 +18,13 @@ from jaxtyping import Int
 from torch import Tensor
 from tqdm import tqdm
 
+from adapters.views import Kwargs
 from adapters.views.basis import InBasis, dense
 from bridge.bases.bases import read_by
 from bridge.bridge import TransformerBridge
 from bridge.harvest.fingerprint import HarvestError, of_model
 from bridge.harvest.options import ChosenRows, HarvestOptions, TopPositions, choose
-from bridge.harvest.packing import ShardInput
+from bridge.harvest.packing import Array, ShardInput
 from bridge.hooks.context import HookFunction
 from bridge.hooks.hooks import HookPoint
 
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 #: Called with a hook point's name and its activation while the model runs.
 Take = Callable[[str, Tensor], None]
+#: Hook points, and what changes their activations.
+Changes = Sequence[tuple[str, HookFunction]]
 
 
 @dataclass(frozen=True)
@@ -95,10 +98,10 @@ def stop_layer(bridge: TransformerBridge, points: Sequence[HookPoint]) -> int | 
     return int(deepest) + 1
 
 
-def model_arguments(bridge: TransformerBridge, points: Sequence[HookPoint]) -> dict[str, Any]:
+def model_arguments(bridge: TransformerBridge, points: Sequence[HookPoint]) -> Kwargs:
     """What spares a model work that no hook point needs: keys and values kept, logits of every position."""
     known = inspect.signature(type(bridge.core).forward).parameters
-    wanted: dict[str, Any] = {"use_cache": False} if "use_cache" in known else {}
+    wanted: Kwargs = {"use_cache": False} if "use_cache" in known else {}
     if "logits_to_keep" in known and not any(point.name.startswith("unembed") for point in points):
         wanted["logits_to_keep"] = 1
     return wanted
@@ -109,9 +112,9 @@ def run(
     tokens: Int[Tensor, "batch pos"],
     mask: Int[Tensor, "batch pos"] | None,
     points: Sequence[HookPoint],
-    interventions: Sequence[tuple[str, HookFunction]],
+    interventions: Changes,
     stop_at_layer: int | None,
-    arguments: dict[str, Any],
+    arguments: Kwargs,
     take: Take,
 ) -> None:
     """Runs the model as far as it is needed, and hands over each activation as it comes.
@@ -147,7 +150,7 @@ def run_engine(
     tokens: Int[Tensor, "batch pos"],
     mask: Int[Tensor, "batch pos"] | None,
     points: Sequence[HookPoint],
-    interventions: Sequence[tuple[str, HookFunction]],
+    interventions: Changes,
     take: Take,
 ) -> None:
     """The same by an engine, which pads nothing: each input is a request of its own.
@@ -240,6 +243,10 @@ class Harvested:
         )
 
 
+#: Whether, or to whom, it is shown how far a harvest is.
+Show = bool | Callable[[Progress], object]
+
+
 class Meter:
     """Counts, and shows.
 
@@ -250,7 +257,7 @@ class Meter:
         workers: how many work at a time.
     """
 
-    def __init__(self, show: bool | Callable[[Progress], object], total: int | None, before: int, workers: int) -> None:
+    def __init__(self, show: Show, total: int | None, before: int, workers: int) -> None:
         self._call = show if callable(show) else None
         self._bar = tqdm(unit="tok", unit_scale=True, desc="harvest") if show is True else None
         self.total, self.before, self.workers = total, before, workers
@@ -349,7 +356,7 @@ class Together:
         self.tell("done", report)
         return report
 
-    def follow(self, bridge: TransformerBridge, interventions: Sequence[tuple[str, HookFunction]]) -> Harvested:
+    def follow(self, bridge: TransformerBridge, interventions: Changes) -> Harvested:
         """Takes part in the first process's harvest, and returns what it made.
 
         Args:
@@ -381,8 +388,8 @@ class Together:
 
     @staticmethod
     def _run(
-        bridge: TransformerBridge, interventions: Sequence[tuple[str, HookFunction]], tokens: Tensor,
-        mask: Tensor | None, points: Sequence[str], stop: int | None, arguments: dict[str, Any],
+        bridge: TransformerBridge, interventions: Changes, tokens: Tensor,
+        mask: Tensor | None, points: Sequence[str], stop: int | None, arguments: Kwargs,
     ) -> None:  # fmt: skip
         hooks = [bridge.names.find(name) for name in points]
         edits = [(bridge.names.find(name).name, fn) for name, fn in interventions]
@@ -415,7 +422,7 @@ class InTurns:
 
     @contextmanager
     def passing(
-        self, tokens: Tensor, mask: Tensor | None, points: Sequence[str], stop: int | None, arguments: dict[str, Any]
+        self, tokens: Tensor, mask: Tensor | None, points: Sequence[str], stop: int | None, arguments: Kwargs
     ) -> Iterator[None]:
         """Around one run of the model, which all make."""
         self._turns.take(self._whole if stop is None else 1 + stop)
@@ -496,11 +503,6 @@ def column(tensor: Tensor) -> pa.Array:
     return found
 
 
-def default_batch_size(context_size: int, device: str) -> int:
-    """Inputs in one forward pass: about 4,096 tokens on a CPU, 32,768 elsewhere."""
-    return max(1, (4096 if device == "cpu" else 32768) // context_size)
-
-
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory has run out."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -538,23 +540,24 @@ class RowMaker:
     ) -> None:
         self.bridge, self.options, self.batch_size, self._together = bridge, options, batch_size, together
         self._engine = engine
-        hooks = list(dict.fromkeys(bridge.names.find(name) for name in options.hook_points))
+        find = bridge.names.find
+        hooks = list(dict.fromkeys(find(name) for name in options.hook_points))
         self.points = [hook.name for hook in hooks]
         self._hooks = hooks
         self._places = {hook.name: RowAxes.of(hook) for hook in hooks}
         self._stop = stop_layer(bridge, hooks)
-        self._interventions = [(bridge.names.find(name).name, fn) for name, fn in options.interventions]
+        self._interventions = [(find(name).name, fn) for name, fn in options.interventions]
         self._check_interventions()
         if engine is not None:
             engine.check(self._interventions, self.points)
-        self._arguments = model_arguments(bridge, [*hooks, *(bridge.names.find(n) for n, _ in self._interventions)])
-        self._reduce = {bridge.names.find(name).name: how for name, how in options.reduce.items()}
+        self._arguments = model_arguments(bridge, [*hooks, *(find(n) for n, _ in self._interventions)])
+        self._reduce = {find(name).name: how for name, how in options.reduce.items()}
         unknown = [name for name in self._reduce if name not in self.points]
         if unknown:
             raise HarvestError(f"reduce names {', '.join(unknown)}, which hook_points does not")
         self._rows = options.rows
         if isinstance(self._rows, TopPositions):
-            point = bridge.names.find(self._rows.point).name
+            point = find(self._rows.point).name
             if point not in self.points:
                 raise HarvestError(f"rows looks at {point}, which hook_points does not name")
             self._rows = TopPositions(self._rows.k, point, self._rows.function)
@@ -636,7 +639,7 @@ class RowMaker:
             if made.num_rows:
                 yield made
 
-    def _batch(self, shard: ShardInput, chosen: np.ndarray[Any, np.dtype[Any]], starts: np.ndarray) -> pa.RecordBatch:
+    def _batch(self, shard: ShardInput, chosen: Array, starts: Array) -> pa.RecordBatch:
         lengths = shard.lengths[chosen]
         longest = int(lengths.max())
         # Where each token of each input stands in the shard; what pads an input is at its first token.

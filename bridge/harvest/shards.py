@@ -24,7 +24,7 @@ from adapters import kept
 from adapters.sealed import sealed, unsealed
 from bridge.harvest.fingerprint import HarvestError, WriteError, digest
 from bridge.harvest.options import FileFormat
-from bridge.harvest.packing import ShardInput
+from bridge.harvest.packing import Array, ShardInput
 from bridge.harvest.rows import ID_COLUMNS
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -32,6 +32,8 @@ from bridge.harvest.rows import ID_COLUMNS
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+#: An object of JSON.
+Data = dict[str, Any]
 FORMAT = "transformer-bridge activations 1"
 _MANIFEST, _RECORDS, _TEMPORARY = "manifest.json", "records", ".tmp"
 
@@ -63,7 +65,7 @@ class ShardRecord:
     documents: int
     offset: int
     source: str
-    columns: dict[str, dict[str, Any]]
+    columns: dict[str, Data]
     batch_size: int
 
     @property
@@ -87,12 +89,12 @@ class Manifest:
         shards: the records of all whole shards, once it is finished.
     """
 
-    model: dict[str, Any]
+    model: Data
     tokenizer: str | None
-    options: dict[str, Any]
+    options: Data
     versions: dict[str, str]
-    source: dict[str, Any]
-    quick: dict[str, Any]
+    source: Data
+    quick: Data
     complete: bool = False
     shards: list[ShardRecord] = field(default_factory=list)
 
@@ -209,7 +211,7 @@ class Folder:
 
     # ---- the manifest and the records, each with a checksum of its own
 
-    def _json(self, name: str, data: bytes) -> dict[str, Any]:
+    def _json(self, name: str, data: bytes) -> Data:
         """What a file of ours says.
 
         Raises:
@@ -220,7 +222,7 @@ class Folder:
         except ValueError as error:
             raise HarvestError(f"{self.path}/{name} is damaged: {error}") from error
 
-    def _write_json(self, name: str, content: dict[str, Any], new: bool = False) -> None:
+    def _write_json(self, name: str, content: Data, new: bool = False) -> None:
         with self.whole(name, new) as file:
             file.write(sealed(content).encode())
 
@@ -703,7 +705,7 @@ class ShardFile:
         if self._map is not None:
             self._map.close()
 
-    def piece(self, index: int, columns: list[str]) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
+    def piece(self, index: int, columns: list[str]) -> dict[str, Array]:
         """Some columns of one piece, ``[row, ...]``.
 
         Args:
@@ -727,7 +729,7 @@ class ShardFile:
         return sum(self._reader.get_batch(i).num_rows for i in range(self.pieces))
 
 
-def to_numpy(array: pa.Array) -> np.ndarray[Any, np.dtype[Any]]:
+def to_numpy(array: pa.Array) -> Array:
     """A column as an array ``[row, ...]``, without a copy where its numbers are bytes as they are."""
     if isinstance(array, pa.ChunkedArray):
         array = array.combine_chunks()

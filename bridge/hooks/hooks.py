@@ -106,12 +106,15 @@ class HookPoint(NamedPoint):
     @property
     def fwd_hooks(self) -> list[Handle]:
         """The functions that were added to it, by their handles."""
-        return [Handle(self, listener, self._attaches) for listener in self.listeners if listener.kind == "fwd"]
+        return self._handles("fwd")
 
     @property
     def bwd_hooks(self) -> list[Handle]:
         """The functions of gradients that were added to it, by their handles."""
-        return [Handle(self, listener, self._attaches) for listener in self.listeners if listener.kind == "bwd"]
+        return self._handles("bwd")
+
+    def _handles(self, kind: Kind) -> list[Handle]:
+        return [Handle(self, listener, self._attaches) for listener in self.listeners if listener.kind == kind]
 
     # Runs of other threads come by at every moment: no listener of theirs may be missing at any, and what is done with
     # an activation has to fit all listeners that may be met. So that comes first, and goes last.
@@ -650,23 +653,16 @@ def checked(new: Any, old: Tensor, listener: Listener, point: NamedPoint) -> Ten
         return new
     name = getattr(listener.fn, "__name__", None) or repr(listener.fn)
     hook, what = ("hook", "activation") if listener.kind in ("fwd", "follow") else ("backward hook", "gradient")
+    said = f"the {hook} {name} at {point.name} returned"
     if not isinstance(new, Tensor):
-        raise TypeError(
-            f"the {hook} {name} at {point.name} returned {type(new).__name__}; it must return a tensor or None"
-        )
+        raise TypeError(f"{said} {type(new).__name__}; it must return a tensor or None")
     if new.shape != old.shape:
-        raise ValueError(
-            f"the {hook} {name} at {point.name} returned shape {list(new.shape)}; "
-            f"the {what} has shape {list(old.shape)} ({point.point.axes})"
-        )
+        raise ValueError(f"{said} shape {list(new.shape)}; the {what} has shape {list(old.shape)} ({point.point.axes})")
     if new.device != old.device:
-        raise ValueError(
-            f"the {hook} {name} at {point.name} returned a tensor on {new.device}; the {what} is on {old.device}"
-        )
+        raise ValueError(f"{said} a tensor on {new.device}; the {what} is on {old.device}")
     if _kind_of_number(new) != _kind_of_number(old):
         raise TypeError(
-            f"the {hook} {name} at {point.name} returned {new.dtype}; the {what} is {old.dtype}. "
-            f"If that is meant, return .to({old.dtype}) of it"
+            f"{said} {new.dtype}; the {what} is {old.dtype}. If that is meant, return .to({old.dtype}) of it"
         )
     return new.to(old.dtype)
 

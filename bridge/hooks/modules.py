@@ -123,11 +123,8 @@ class Finder:
     @property
     def modules_on_path(self) -> list[nn.Module]:
         """The modules from the model to the one that stands there, both included."""
-        found: list[Any] = [self.root]
-        for part in self.parts:
-            child = found[-1]._modules.get(part)
-            found.append(getattr(found[-1], part) if child is None else child)
-        return found
+        found = [getattr(holder, part) if child is None else child for holder, part, child in self.steps()]
+        return [self.root, *found]
 
     def steps(self) -> Iterator[tuple[nn.Module, str, nn.Module | None]]:
         """The steps from the model to the module: the module in which it was looked, the name, what was found.

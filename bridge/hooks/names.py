@@ -58,10 +58,7 @@ def act_name(
     name = _SHORT.get(name, name)
     part = _PARTS.get(layer_type or "", layer_type or "")
     stem = name.partition(".")[0]  # behind the dot, a basis
-    if not part and stem in _IN_ATTENTION:
-        part = "attn"
-    if not part and stem in _IN_MLP:
-        part = "mlp"
+    part = part or ("attn" if stem in _IN_ATTENTION else "mlp" if stem in _IN_MLP else "")
     if name in ("scale", "normalized") and not part and layer is None:
         part = "ln_final"
     pieces = [] if layer is None else [stack, layer if isinstance(layer, str) else str(index(layer))]
@@ -88,26 +85,10 @@ def last_stream(hook_dict: Mapping[str, object], n_layers: int) -> str:
 
 _PLAIN = (str, int, float, bool, bytes, type(None), re.Pattern)
 #: Python's own functions that answer the same each time.
-_PURE = (
-    abs,
-    all,
-    any,
-    bool,
-    enumerate,
-    filter,
-    frozenset,
-    int,
-    isinstance,
-    len,
-    list,
-    map,
-    max,
-    min,
-    range,
-    reversed,
-    set,
-)
-_FUNCTIONS = frozenset(function.__name__ for function in (*_PURE, sorted, str, sum, tuple, zip))
+_FUNCTIONS = frozenset((
+    "abs", "all", "any", "bool", "enumerate", "filter", "frozenset", "int", "isinstance", "len", "list", "map", "max",
+    "min", "range", "reversed", "set", "sorted", "str", "sum", "tuple", "zip",
+))  # fmt: skip
 #: What such values have, and what they make has: methods that answer the same each time.
 _METHODS = frozenset(
     name for kind in (str, int, tuple, list, set, dict, re, re.Pattern, re.Match) for name in dir(kind)

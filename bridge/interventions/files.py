@@ -54,13 +54,9 @@ class Model:
         sizes = {name: getattr(cfg, name) for name in ("n_layers", "n_heads", "d_model", "d_head", "d_mlp", "d_vocab")}
         return cls(str(cfg.model_name), type(bridge.core).__name__, sizes, dict(cfg.processed))
 
-    def as_data(self) -> dict[str, object]:
-        """Itself as JSON knows it."""
-        return asdict(self)
-
     @classmethod
     def from_data(cls, data: object) -> Model:
-        """The reverse of `as_data`.
+        """The model that `dataclasses.asdict` made data of.
 
         Raises:
             ValueError: it is something else.
@@ -147,7 +143,7 @@ def save(file: str | PathLike[str], pairs: Sequence[tuple[str, HookFunction]], m
                 continue  # there is none, and older versions know of none
             entry[field.name] = value
         entries.append(entry)
-    said = {"version": VERSION, "model": None if model is None else model.as_data(), "interventions": entries}
+    said = {"version": VERSION, "model": None if model is None else asdict(model), "interventions": entries}
     header = {**said, _CHECKSUM: _checksum(said, tensors)}
     save_file(tensors, fspath(file), {_HEADER: json.dumps(header, allow_nan=False)})
 

@@ -351,6 +351,8 @@ class Operation(TouchesPart):
 
     #: The fields that are numbers of the operation.
     numbers: ClassVar[tuple[str, ...]] = ()
+    #: Its numbers are vectors of features.
+    of_features: ClassVar[bool] = False
     #: Hooks are told in which run they are (see `Listener`).
     in_run: ClassVar[bool] = True
 
@@ -460,6 +462,8 @@ class Operation(TouchesPart):
             axis_of("positions", hook)
         if self.where is not None:
             axis_of("rows", hook)
+        if self.of_features:
+            axis_of("features", hook)
         axes = hook.point.axes.split()
         for name in self.numbers:
             value = getattr(self, name)
@@ -479,10 +483,11 @@ class Operation(TouchesPart):
                 f"{name} of {type(self).__name__} has shape {list(value.shape)}; at {hook.name} it has to broadcast "
                 f"over [{hook.point.axes}], with one number for all positions (Replace takes a number for each)"
             )
-        if hook.point.n_heads is not None:
-            self._check_heads(name, value, axes, hook.point.n_heads, hook)
+        self._check_heads(name, value, axes, hook)
 
-    def _check_heads(self, name: str, value: Tensor, axes: list[str], n_heads: int, hook: HookPoint) -> None:
+    def _check_heads(self, name: str, value: Tensor, axes: list[str], hook: HookPoint) -> None:
+        if (n_heads := hook.point.n_heads) is None:
+            return
         axis = axis_of("heads", hook) - len(axes)
         if value.ndim >= -axis and value.shape[axis] not in (1, n_heads):
             raise ValueError(
@@ -638,7 +643,7 @@ class Set(Operation):
     """
 
     value: Number
-    numbers: ClassVar[tuple[str, ...]] = ("value",)
+    numbers = ("value",)
 
     def made(self, activation: Tensor, hook: HookPoint, inputs: Mapping[str, Tensor]) -> Tensor:
         value = self.number("value", activation, inputs, hook)
@@ -656,7 +661,7 @@ class Add(Operation):
 
     value: Number
     scale: Number = 1.0
-    numbers: ClassVar[tuple[str, ...]] = ("value", "scale")
+    numbers = ("value", "scale")
 
     def made(self, activation: Tensor, hook: HookPoint, inputs: Mapping[str, Tensor]) -> Tensor:
         value = self.number("value", activation, inputs, hook)
@@ -687,15 +692,12 @@ class AddScaled(Operation):
 
     value: Tensor | str
     scale: Number = 1.0
-    numbers: ClassVar[tuple[str, ...]] = ("value", "scale")
+    numbers = ("value", "scale")
+    of_features = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_vectors("value", self.value)
-
-    def check_point(self, hook: HookPoint) -> None:
-        super().check_point(hook)
-        axis_of("features", hook)
 
     def made(self, activation: Tensor, hook: HookPoint, inputs: Mapping[str, Tensor]) -> Tensor:
         value = self.number("value", activation, inputs, hook)
@@ -705,6 +707,16 @@ class AddScaled(Operation):
         return activation + added.to(activation.dtype)
 
 
+def _refuse_number(name: str, value: object) -> None:
+    """Refuses a number where several are needed.
+
+    Raises:
+        TypeError: it is one.
+    """
+    if isinstance(value, float):
+        raise TypeError(f"{name} is {value}; it must be a tensor, or the name of an input")
+
+
 def _check_vectors(name: str, value: object) -> None:
     """Refuses what has no direction.
 
@@ -712,8 +724,7 @@ def _check_vectors(name: str, value: object) -> None:
         TypeError: a number.
         ValueError: a vector of zeros.
     """
-    if isinstance(value, float):
-        raise TypeError(f"{name} is {value}; it must be a tensor, or the name of an input")
+    _refuse_number(name, value)
     # Of what `torch.vmap` maps over, nothing can be asked.
     if (
         isinstance(value, Tensor)
@@ -749,7 +760,7 @@ class Probe(Operation):
     name: str
     bias: Number = 0.0
     over: str = "tokens"
-    numbers: ClassVar[tuple[str, ...]] = ("direction", "bias")
+    numbers = ("direction", "bias")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -811,7 +822,7 @@ class Scale(Operation):
     """
 
     by: Number
-    numbers: ClassVar[tuple[str, ...]] = ("by",)
+    numbers = ("by",)
 
     def made(self, activation: Tensor, hook: HookPoint, inputs: Mapping[str, Tensor]) -> Tensor:
         return activation * self.number("by", activation, inputs, hook)
@@ -827,7 +838,7 @@ class Clamp(Operation):
 
     min: Number | None = None
     max: Number | None = None
-    numbers: ClassVar[tuple[str, ...]] = ("min", "max")
+    numbers = ("min", "max")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -899,11 +910,11 @@ class ProjectOut(Operation):
 
     directions: Tensor | str
     numbers: ClassVar[tuple[str, ...]] = ("directions",)
+    of_features = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.directions, float):
-            raise TypeError(f"directions is {self.directions}; it must be a tensor, or the name of an input")
+        _refuse_number("directions", self.directions)
         if isinstance(self.directions, Tensor):
             if self.directions.ndim not in (1, 2) or not self.directions.is_floating_point():
                 raise ValueError(
@@ -913,10 +924,6 @@ class ProjectOut(Operation):
             rows = self.directions.detach().double().reshape(-1, self.directions.shape[-1])
             if not is_functorch_wrapped_tensor(rows) and int(torch.linalg.matrix_rank(rows)) < len(rows):
                 raise ValueError("the directions depend on each other (or one is zero): give each of them once")
-
-    def check_point(self, hook: HookPoint) -> None:
-        super().check_point(hook)
-        axis_of("features", hook)
 
     def check_number(self, name: str, value: Tensor, axes: list[str], hook: HookPoint) -> None:
         pass  # its axes are not those of the activation
@@ -962,7 +969,7 @@ class Cap(ProjectOut):
     """
 
     most: Number
-    numbers: ClassVar[tuple[str, ...]] = ("directions", "most")
+    numbers = ("directions", "most")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -1002,12 +1009,11 @@ class Replace(Operation):
     """
 
     source: Tensor | str
-    numbers: ClassVar[tuple[str, ...]] = ("source",)
+    numbers = ("source",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.source, float):
-            raise TypeError(f"source is {self.source}; it must be a tensor, or the name of an input")
+        _refuse_number("source", self.source)
 
     def check_number(self, name: str, value: Tensor, axes: list[str], hook: HookPoint) -> None:
         if value.ndim != len(axes):
@@ -1015,8 +1021,7 @@ class Replace(Operation):
                 f"the source of Replace has shape {list(value.shape)}; at {hook.name} it needs the axes "
                 f"[{hook.point.axes}], as a cache with its batch axis has them"
             )
-        if hook.point.n_heads is not None:
-            self._check_heads(name, value, axes, hook.point.n_heads, hook)
+        self._check_heads(name, value, axes, hook)
 
     @property
     def chooses_tokens(self) -> bool:

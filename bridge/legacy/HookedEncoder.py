@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +15,12 @@ from transformers import BertConfig, BertForMaskedLM, BertForPreTraining, T5Conf
 from adapters.points import base_path, core_path, join
 from bridge.hooks.arguments import check_choice
 from bridge.legacy.HookedTransformerConfig import ONLY_LOADED, HookedTransformerConfig
-from bridge.legacy.loading_from_pretrained import WithoutProcessing
+from bridge.legacy.running import LegacyModel, Made
 from bridge.run.inputs import Input
 from bridge.run.tokenization import as_tokens, texts_in
 
+#: Tokens, or a number that is said of each.
+Ids = Int[Tensor, "batch pos"]
 _BERT_NAMES = {
     "hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",
     "intermediate_size": "d_mlp", "hidden_act": "act_fn", "vocab_size": "d_vocab", "layer_norm_eps": "eps",
@@ -27,6 +30,71 @@ _BERT_FIXED = ONLY_LOADED | {"attn_only": False, "n_key_value_heads": None, "gat
 #: The parts of a HookedEncoder that are no blocks, by where their modules are: in BERT itself, or outside it.
 _INSIDE = {"embed": "embeddings", "pooler": "pooler"}
 _BESIDE = {"mlm_head": "cls.predictions.transform", "nsp_head": "cls.seq_relationship"}
+
+
+class WithoutProcessing(LegacyModel):
+    """`HookedEncoder` and `HookedEncoderDecoder`: no processing, and the tokenizer is used as it is.
+
+    Args:
+        cfg: a `HookedTransformerConfig` or its fields, for a model with random weights; or a Hugging Face model, which
+            is wrapped as it is.
+        tokenizer: for text; it is only read. None: the one that ``cfg.tokenizer_name`` names.
+        move_to_device: put a new model where ``cfg.device`` says.
+    """
+
+    #: The class to load; None: what the configuration's architecture says.
+    loads: Any = None
+
+    def __init__(self, cfg: Made, tokenizer: Any = None, move_to_device: bool = True) -> None:
+        model, tokenizer = self._make(cfg, tokenizer, move_to_device)
+        super().__init__(model)
+        self.tokenizer = tokenizer
+        if tokenizer is not None:
+            self.cfg.tokenizer_name = getattr(tokenizer, "name_or_path", None) or None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_name: str,
+        checkpoint_index: int | None = None,
+        checkpoint_value: int | None = None,
+        hf_model: nn.Module | None = None,
+        device: torch.device | str | None = None,
+        tokenizer: Any = None,
+        move_to_device: bool = True,
+        dtype: torch.dtype | str = torch.float32,
+        **from_pretrained_kwargs: Any,
+    ) -> Any:
+        """Loads a model."""
+        if hf_model is None and cls.loads is not None:
+            from_pretrained_kwargs.setdefault("model_class", cls.loads)
+        return cls._load(
+            model_name, hf_model=hf_model, tokenizer=tokenizer, device=device, move_to_device=move_to_device,
+            dtype=dtype, passed_on=from_pretrained_kwargs, checkpoint_index=checkpoint_index,
+            checkpoint_value=checkpoint_value,
+        )  # fmt: skip
+
+    @classmethod
+    def _fields(cls, config: HookedTransformerConfig, names: Mapping[str, str], fixed: Mapping[str, Any]) -> Any:
+        """A configuration's fields by Hugging Face's names."""
+        if config.d_vocab_out not in (config.d_vocab, -1, 0):
+            raise ValueError(f"d_vocab_out is {config.d_vocab_out}; {cls.__name__} has as many as d_vocab")
+        for name, allowed in fixed.items():
+            if getattr(config, name) != allowed:
+                raise ValueError(f"{name} is {getattr(config, name)!r}; in a {cls.__name__} it can only be {allowed!r}")
+        return {theirs: getattr(config, ours) for theirs, ours in names.items()}
+
+    @staticmethod
+    def _placed(model: nn.Module, config: HookedTransformerConfig, move_to_device: bool) -> nn.Module:
+        return model.eval().to(config.dtype).to(config.device if move_to_device else "cpu")
+
+    def tokens_and_mask(self, input: str | Sequence[str], move_to_device: bool, truncate: bool) -> tuple[Ids, Ids]:
+        """Text as tokens, and their mask."""
+        longest = self.cfg.n_ctx if truncate else sys.maxsize
+        batch = self.batch_of([input] if isinstance(input, str) else input, longest=longest)
+        mask = torch.ones_like(batch.tokens) if batch.mask is None else batch.mask
+        device = self.cfg.device if move_to_device else "cpu"
+        return batch.tokens.to(device), mask.to(device)
 
 
 class _WithItsHeads:
@@ -65,16 +133,16 @@ class HookedEncoder(WithoutProcessing):
 
     def to_tokens(  # type: ignore[override]
         self, input: str | Sequence[str], move_to_device: bool = True, truncate: bool = True
-    ) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, "batch pos"], Int[Tensor, "batch pos"]]:
+    ) -> tuple[Ids, Ids, Ids]:
         """Text as tokens, with what BERT takes in addition to them."""
         tokens, mask = self.tokens_and_mask(input, move_to_device, truncate)
         return tokens, torch.zeros_like(tokens), mask
 
     def encoder_output(
         self,
-        tokens: Int[Tensor, "batch pos"],
-        token_type_ids: Int[Tensor, "batch pos"] | None = None,
-        one_zero_attention_mask: Int[Tensor, "batch pos"] | None = None,
+        tokens: Ids,
+        token_type_ids: Ids | None = None,
+        one_zero_attention_mask: Ids | None = None,
     ) -> Float[Tensor, "batch pos d_model"]:
         """What the last block makes of tokens."""
         last = self.cfg.n_layers
@@ -84,8 +152,8 @@ class HookedEncoder(WithoutProcessing):
         self,
         input: Input,
         return_type: str | None = "logits",
-        token_type_ids: Int[Tensor, "batch pos"] | None = None,
-        one_zero_attention_mask: Int[Tensor, "batch pos"] | None = None,
+        token_type_ids: Ids | None = None,
+        one_zero_attention_mask: Ids | None = None,
         **kwargs: Any,
     ) -> Any:
         """Runs the model."""
@@ -153,9 +221,7 @@ class BertNextSentencePrediction:
             )
         self.model = model
 
-    def to_tokens(
-        self, input: list[str], move_to_device: bool = True, truncate: bool = True
-    ) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, "batch pos"], Int[Tensor, "batch pos"]]:
+    def to_tokens(self, input: list[str], move_to_device: bool = True, truncate: bool = True) -> tuple[Ids, Ids, Ids]:
         """Two sentences as one row of tokens."""
         if isinstance(input, str) or len(input) != 2:
             raise ValueError(f"the input is {input!r}; it must be a list of two sentences")
@@ -168,10 +234,10 @@ class BertNextSentencePrediction:
 
     def forward(
         self,
-        input: list[str] | Int[Tensor, "batch pos"],
+        input: list[str] | Ids,
         return_type: str | None = "logits",
-        token_type_ids: Int[Tensor, "batch pos"] | None = None,
-        one_zero_attention_mask: Int[Tensor, "batch pos"] | None = None,
+        token_type_ids: Ids | None = None,
+        one_zero_attention_mask: Ids | None = None,
     ) -> Float[Tensor, "batch 2"] | str | list[str] | None:
         """Runs the model."""
         return self._run(self.model.forward, input, return_type, token_type_ids, one_zero_attention_mask)[0]
@@ -180,10 +246,10 @@ class BertNextSentencePrediction:
 
     def run_with_cache(
         self,
-        input: list[str] | Int[Tensor, "batch pos"],
+        input: list[str] | Ids,
         return_type: str | None = "logits",
-        token_type_ids: Int[Tensor, "batch pos"] | None = None,
-        one_zero_attention_mask: Int[Tensor, "batch pos"] | None = None,
+        token_type_ids: Ids | None = None,
+        one_zero_attention_mask: Ids | None = None,
         **kwargs: Any,
     ) -> Any:
         """Runs the model and keeps activations."""
@@ -257,7 +323,7 @@ class HookedEncoderDecoder(WithoutProcessing):
 
     def to_tokens(  # type: ignore[override]
         self, input: str | Sequence[str], move_to_device: bool = True, truncate: bool = True
-    ) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, "batch pos"]]:
+    ) -> tuple[Ids, Ids]:
         """Text as the encoder's tokens, and their mask."""
         return self.tokens_and_mask(input, move_to_device, truncate)
 
@@ -266,7 +332,7 @@ class HookedEncoderDecoder(WithoutProcessing):
         input: Input,
         decoder_input: Int[Tensor, "batch decoder_pos"] | list[list[int]] | None = None,
         return_type: str | None = "logits",
-        one_zero_attention_mask: Int[Tensor, "batch pos"] | None = None,
+        one_zero_attention_mask: Ids | None = None,
         **kwargs: Any,
     ) -> Any:
         """Runs the model."""
@@ -279,7 +345,7 @@ class HookedEncoderDecoder(WithoutProcessing):
     def generate(  # type: ignore[override]
         self,
         input: Input = "",
-        one_zero_attention_mask: Int[Tensor, "batch pos"] | None = None,
+        one_zero_attention_mask: Ids | None = None,
         max_new_tokens: int = 10,
         **more: Any,
     ) -> Any:

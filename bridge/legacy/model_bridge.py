@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from adapters.views import Kwargs
 from bridge.facade.facade import WrappedModel
 from bridge.hooks.hooks import Handle
 from bridge.hooks.hooks import HookPoint as AnyHookPoint
@@ -21,8 +22,6 @@ from bridge.run.inputs import HookSpec, Input
 from bridge.run.recorder import PosSlice
 from bridge.run.tokenization import as_tokens, texts_in
 from bridge.weights import FactoredMatrix
-
-_ARGUMENTS = dict[str, Any]
 
 
 class TransformerBridge(ModuleTree):
@@ -134,7 +133,7 @@ class TransformerBridge(ModuleTree):
             return_type = None
         return super().hf_generate(input, max_new_tokens=max_new_tokens, return_type=return_type, **arguments)
 
-    def _as_before(self, arguments: _ARGUMENTS) -> _ARGUMENTS:
+    def _as_before(self, arguments: Kwargs) -> Kwargs:
         if arguments.get("temperature") == 0:
             arguments |= {"temperature": None, "do_sample": False}
         own = getattr(self.cfg, "eos_token_id", None)

@@ -1,9 +1,10 @@
-"""A model as a tree of modules: its parts and hook points, and what users put in their place."""
+"""A model as a tree of modules: its parts, which can be called, its hook points, and what users put in their place."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, NoReturn, Self
@@ -14,24 +15,33 @@ from torch import Tensor, nn
 
 from adapters import ModelMap, Weights
 from adapters.config import ModelConfig
-from adapters.points import Point, join
-from adapters.views import View
+from adapters.inputs import PAST, text_alone
+from adapters.points import Point, base_path, core_path, join
+from adapters.views import Args, Call, Kwargs, View
+from bridge.bridge import TransformerBridge
 from bridge.hooks.arguments import check_choice
-from bridge.hooks.context import CURRENT, Listener
+from bridge.hooks.context import CURRENT, Listener, Scope, forward_pass, without_hooks
 from bridge.hooks.hooks import Handle, checked
 from bridge.hooks.hooks import HookPoint as AnyHookPoint
+from bridge.hooks.modules import InForwardsPlace, first_parameter
 from bridge.hooks.names import NamesFilter, suggestion
-from bridge.legacy.calling import CallableParts, ReplacedForward
 from bridge.legacy.hook_points import CALLS, HookedRootModule, HookFunction, HookPoint, ListsHooks, point_named
 from bridge.legacy.HookedTransformerConfig import HookedModelConfig, HookedTransformerConfig
 from bridge.legacy.table import at, named, why_not
+from bridge.legacy.utilities import position_embeddings
+from bridge.run.layer_range import StopRun
 from bridge.run.run import points_that_run
+from bridge.taps.taps import Tap
 from bridge.weights import Component, NameTree
 from weight_processing.saving import untie
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A model's parameters in its tree of parts: Hugging Face's own, under HookedTransformer's names.
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+#: What a module is saved or copied as, by name.
+State = dict[str, Any]
 
 
 class PartParameters(MutableMapping[str, Any]):
@@ -100,7 +110,7 @@ class HoldsParameters:
         """The same as an assignment."""
         setattr(self, name, module)
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: State, prefix: str, keep_vars: bool) -> None:
         self.own_state()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, *args: Any) -> None:
@@ -184,7 +194,7 @@ class Part(HoldsParameters, nn.Module):
 
     #: Where it is in a model that is made for it, and what that model's configuration says.
     at: ClassVar[str] = ""
-    fields: ClassVar[dict[str, Any]] = {}
+    fields: ClassVar[Kwargs] = {}
     #: The model that it belongs to, and its name there, such as ``blocks.0.attn``.
     host: ModuleTree
     name: str
@@ -205,7 +215,7 @@ class Part(HoldsParameters, nn.Module):
         part.__setstate__({"host": host, "name": name})
         return part
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> State:
         if "forward" in self.__dict__:
             raise TypeError(
                 f"{self.name}.forward is a function of yours, which a copy of the model would share with this one: "
@@ -213,13 +223,13 @@ class Part(HoldsParameters, nn.Module):
             )
         return {key: self.__dict__[key] for key in ("host", "name", "given") if key in self.__dict__}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: State) -> None:
         nn.Module.__init__(self)
         self._belong(state)
         # The model of a copy may not be there in full yet; it will take what it finds here.
         self.host.__dict__.setdefault("parts", {})[self.name] = self
 
-    def _belong(self, state: dict[str, Any]) -> None:
+    def _belong(self, state: State) -> None:
         self.__dict__.update(state, _parameters=PartParameters(state["host"], state["name"], {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -314,7 +324,7 @@ class Part(HoldsParameters, nn.Module):
 
     # What torch asks of a module.
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: State, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in self.host.own_weights.get(self.name, ()):
             weight = getattr(self, name)
@@ -391,9 +401,7 @@ class Blocks(nn.ModuleList):
         else:
             super().__setattr__(name, value)
 
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        """The same as an assignment."""
-        setattr(self, name, module)
+    add_module = HoldsParameters.add_module  # type: ignore[assignment]
 
     def refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         """What would change their number.
@@ -407,6 +415,79 @@ class Blocks(nn.ModuleList):
         )
 
     __delattr__ = __delitem__ = __iadd__ = append = extend = insert = pop = refuse  # type: ignore[assignment]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Modules of users where the model calls its own.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+#: What a call must not do twice: add keys and values to a cache.
+_CACHES = (*PAST, "past_key_value", "layer_past")
+
+
+class ReplacedForward(InForwardsPlace):
+    """The forward of a Hugging Face module in whose place another module is called.
+
+    The Hugging Face module stays where it is, with its torch hooks, weights and path. Torch calls nothing in place of a
+    forward (a hook that comes before it can change what it reads alone), so this is done as taps do it.
+
+    Args:
+        module: the Hugging Face module.
+        part: the part that it plays.
+        replacement: what is called: the part itself, or a module of the user's, which may call the part.
+        view: how what the module returns is seen as what the part makes.
+        of_attention: it is called with what queries, keys and values read.
+    """
+
+    def __init__(
+        self, module: nn.Module, part: nn.Module, replacement: Callable[[], nn.Module], view: View, of_attention: bool
+    ) -> None:
+        self.module = module
+        self.part, self.replacement, self.view, self.of_attention = part, replacement, view, of_attention
+        own = self.module.__dict__.get("forward")
+        if isinstance(own, Tap):  # which still wraps it
+            self.inner: Callable[..., Any] = own.original
+            own.original = own.own = self
+        else:
+            self.inner = self.module.forward
+            self.module.__dict__["forward"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        calls = CALLS.get()
+        if self.part in calls and calls[self.part] is None:  # the part is being called by itself
+            return self.inner(*args, **kwargs)
+        name = "" if args else first_parameter(type(self.module).forward)
+        x, call, made = args[0] if args else kwargs[name], Call(self.module, args, kwargs), []
+
+        def inner(given: Tensor) -> Tensor:
+            made.append(self.inner(given, *args[1:], **kwargs) if args else self.inner(**{**kwargs, name: given}))
+            return self.view.get(_first(made[-1]), call)
+
+        token = CALLS.set({**calls, self.part: inner})
+        try:
+            if self.of_attention:
+                out = self.replacement()(
+                    query_input=x, key_input=x, value_input=x, past_kv_cache_entry=None, attention_mask=None
+                )
+            else:
+                out = self.replacement()(x)
+        finally:
+            CALLS.reset(token)
+        if not made:
+            made.append(self._without(args, kwargs))
+        out = self.view.put(_first(made[-1]), out, call)
+        return out if isinstance(made[-1], Tensor) else type(made[-1])((out, *made[-1][1:]))
+
+    @torch.no_grad()
+    def _without(self, args: Args, kwargs: Kwargs) -> Any:
+        """What the module returns, where the user's module does not call it and knows nothing of what follows the
+        first tensor."""
+        return self.inner(*args, **{key: value for key, value in kwargs.items() if key not in _CACHES})
+
+
+def _first(made: Any) -> Tensor:
+    return made if isinstance(made, Tensor) else made[0]  # type: ignore[no-any-return]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -476,10 +557,6 @@ class T5Attention(Attention):
         return module.compute_bias(query_length, key_length)  # type: ignore[no-any-return]
 
 
-class Norm(Part):
-    """A norm of any kind."""
-
-
 def _kind(name: str, doc: str, at: str, base: type[Part] = Part, **fields: Any) -> type[Part]:
     fields.setdefault("attn_only", base is not CanBeUsedAsMLP)
     return type(name, (base,), {"__doc__": doc, "__module__": __name__, "at": at, "fields": fields})
@@ -491,12 +568,14 @@ MoE = _kind("MoE", "A mixture of experts.", "", CanBeUsedAsMLP)
 GroupedQueryAttention = _kind(
     "GroupedQueryAttention", "Attention with keys and values for groups of heads.", "blocks.0.attn", AbstractAttention
 )
+Norm = _kind("Norm", "A norm of any kind.", "")
 LayerNorm = _kind("LayerNorm", "A layer norm with weights.", "ln_final", Norm, normalization_type="LN")
 LayerNormPre = _kind("LayerNormPre", "A layer norm without weights.", "ln_final", Norm, normalization_type="LNPre")
 RMSNorm = _kind("RMSNorm", "A root mean square norm with weights.", "ln_final", Norm, normalization_type="RMS")
 RMSNormPre = _kind("RMSNormPre", "One without weights.", "ln_final", Norm, normalization_type="RMSPre")
 Embed = _kind("Embed", "The token embedding.", "embed")
 PosEmbed = _kind("PosEmbed", "The position embedding.", "pos_embed", positional_embedding_type="standard")
+BertEmbed = _kind("BertEmbed", "The embeddings of an encoder: tokens, positions and token types.", "")
 Unembed = _kind("Unembed", "From the residual stream to logits.", "unembed")
 
 
@@ -504,10 +583,6 @@ class TransformerBlock(Part):
     """One layer."""
 
     at = "blocks.0"
-
-
-class BertEmbed(Part):
-    """The embeddings of an encoder: tokens, positions and token types."""
 
 
 _NORMS = {"LN": LayerNorm, "LNPre": LayerNormPre, "RMS": RMSNorm, "RMSPre": RMSNormPre}
@@ -551,7 +626,7 @@ def _renamed(point: Point) -> Point:
     return replace(point, name="hook_tokens", aliases=(*point.aliases, _TOKENS), group="heavy", flag="use_hook_tokens")
 
 
-class ModuleTree(HoldsParameters, CallableParts, ListsHooks):
+class ModuleTree(HoldsParameters, TransformerBridge, ListsHooks):
     """A bridge that is a tree of modules, whose parts can be called, replaced and copied."""
 
     #: The class whose names it has, of which some are left out; and the order in which its blocks have their parts.
@@ -561,6 +636,8 @@ class ModuleTree(HoldsParameters, CallableParts, ListsHooks):
     refuses_silent_hooks = False  # they do not fire, as in HookedTransformer
     #: Hook points that HookedTransformer lacks, while a user's own have their names.
     gave_way: dict[str, AnyHookPoint]
+    #: What stands in the forward of Hugging Face modules, by part.
+    calls: dict[str, ReplacedForward]
     #: The parts by name, and the names of the weights that stand directly in each.
     parts: dict[str, Any]
     own_weights: dict[str, list[str]]
@@ -633,7 +710,7 @@ class ModuleTree(HoldsParameters, CallableParts, ListsHooks):
         """How many ``with`` statements of hooks are open where it is asked for."""
         return len(CURRENT.get().visible - {None})
 
-    def points_of_run(self, names: NamesFilter | AnyHookPoint, forward_kwargs: dict[str, Any]) -> list[AnyHookPoint]:
+    def points_of_run(self, names: NamesFilter | AnyHookPoint, forward_kwargs: Kwargs) -> list[AnyHookPoint]:
         """The chosen hook points that lie in the layers that run: the others do not fire, as in HookedTransformer."""
         return points_that_run(self, self.select_hooks(names), forward_kwargs)
 
@@ -657,6 +734,163 @@ class ModuleTree(HoldsParameters, CallableParts, ListsHooks):
         self.parts[part.name] = part
         path, _, last = part.name.rpartition(".")
         self.get_submodule(path)._modules[last] = part
+
+    # Parts by themselves.
+
+    def _paths(self) -> Iterator[tuple[str, str]]:
+        """The names of parts, and the paths of the modules that play them."""
+        declared, base = self.architecture, base_path(self.original_model)
+        for stack in declared.stacks:
+            for i in range(len(stack.modules(self.original_model.get_submodule(base)))):
+                path = join(base, stack.place_of(i))
+                yield f"{stack.name}.{i}", path
+                for part, place in stack.block_at(i).module_paths.items():
+                    yield f"{stack.name}.{i}.{part}", join(path, place)
+            if stack.final_norm:
+                name = "ln_final" if stack.name == "blocks" else f"{stack.name}_final_ln"
+                yield name, join(base, stack.final_norm.path)
+        for name, below in (("embed", declared.embedding.tokens), ("pos_embed", declared.embedding.positions)):
+            if below:
+                yield name, join(base, below)
+        if declared.readout.path:
+            yield "unembed", join(core_path(self.original_model), declared.readout.path)
+
+    def find_module(self, name: str) -> nn.Module | None:
+        """The Hugging Face module that plays a part; None where no module plays it alone."""
+        path = dict(self._paths()).get(name)
+        return None if path is None else self.original_model.get_submodule(path)
+
+    def module_of(self, name: str) -> nn.Module:
+        """The Hugging Face module that plays a part."""
+        found = self.find_module(name)
+        if found is None:
+            raise AttributeError(f"{name} is not one module of the model.{suggestion(name, dict(self._paths()))}")
+        return found
+
+    def call_part(self, name: str, *inputs: Any, **kwargs: Any) -> Tensor:
+        """What a part of the model makes of tensors: ``embed`` and ``pos_embed`` of tokens, a block of a residual
+        stream, norms, attention, MLP and ``unembed`` of what they read. Hooks inside of it act. Attention is run within
+        its block, where hook points that come before it see zeros.
+
+        Raises:
+            TypeError: the part cannot be called by itself, or not with these.
+        """
+        above, _, last = name.rpartition(".")
+        if above == "blocks":
+            given = text_alone(self.core) | kwargs
+            return self(*inputs, start_at_layer=int(last), stop_at_layer=int(last) + 1, **given)  # type: ignore[no-any-return]
+        if name == "pos_embed":
+            return position_embeddings(self.weights["pos_embed.W_pos"], *inputs, **kwargs)
+        if last == "attn":
+            return self._attend(name, *inputs, **kwargs)
+        if last not in ("embed", "mlp", "unembed") and not last.startswith("ln"):
+            raise TypeError(f"{name} cannot be called by itself: run the model, with start_at_layer and stop_at_layer")
+        if last == "unembed":
+            return self._unembed(*inputs, **kwargs)
+        if last == "mlp" and not self._takes_one_tensor(name):
+            return self._run_in_block(name, *inputs, **kwargs)
+        return self._called(self.module_of(name), *inputs, **kwargs)
+
+    def _unembed(self, x: Tensor) -> Tensor:
+        """The logits before a soft cap, as ``x @ W_U + b_U``."""
+        readout = replace(self.architecture.readout, soft_cap=None)
+        # HookedEncoderDecoder has the factor of T5 in what its unembedding reads.
+        x = x if len(self.architecture.stacks) > 1 else x * readout.factor_in
+        return readout.logits(self._called(self.module_of("unembed"), x), self.core)
+
+    def _called(self, module: nn.Module, *inputs: Any, **kwargs: Any) -> Tensor:
+        with forward_pass():
+            made = module(*inputs, **kwargs)
+        return _first(made)
+
+    def _takes_one_tensor(self, name: str) -> bool:
+        module = self.find_module(name)
+        if module is None:
+            return False
+        given = list(inspect.signature(type(module).forward).parameters.values())[2:]
+        return all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in given)
+
+    def _attend(
+        self,
+        name: str,
+        query_input: Tensor,
+        key_input: Tensor | None = None,
+        value_input: Tensor | None = None,
+        past_kv_cache_entry: Any = None,
+        additive_attention_mask: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """What attention makes of what queries, keys and values read; others than the values' are projected in runs of
+        their own."""
+        if past_kv_cache_entry is not None or additive_attention_mask is not None:
+            raise TypeError(f"{name} by itself takes no cache and no additive mask: run the model with past_kv_cache")
+        for given in (query_input, key_input, value_input):
+            if given is not None and given.ndim != 3:
+                raise TypeError(
+                    f"{name} by itself reads [batch, pos, d_model], not {list(given.shape)}: in the model, hooks on "
+                    "hook_q_input, hook_k_input and hook_v_input change what each head reads"
+                )
+        value = query_input if value_input is None else value_input
+        edits: list[tuple[AnyHookPoint, Any]] = []
+        for letter, given in (("q", query_input), ("k", query_input if key_input is None else key_input)):
+            if given is not value and not torch.equal(given, value):
+                point, kept = self.names.find(f"{name}.hook_{letter}"), list[Tensor]()
+                keep = [(point, lambda x, hook, kept=kept: kept.append(x))]
+                with without_hooks():
+                    self._run_in_block(name, given, keep, attention_mask)
+                edits.append((point, lambda x, hook, kept=kept: kept[0]))
+        return self._run_in_block(name, value, edits, attention_mask)
+
+    def _run_in_block(
+        self,
+        name: str,
+        x: Tensor,
+        edits: Sequence[tuple[AnyHookPoint, Any]] = (),
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The model runs the block, where attention or MLP is given the tensor, and is left after that."""
+        layer, scope, module = int(name.split(".")[1]), Scope(), self.find_module(name)
+        if module is None:  # where it begins
+            module = self.original_model.get_submodule(self.names.find(f"{name}.hook_pre").point.site.path)
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if scope not in CURRENT.get().visible:
+                return None
+            if args:
+                return (x, *args[1:]), kwargs
+            return args, kwargs | {first_parameter(type(module).forward): x}
+
+        def leave(out: Tensor, hook: AnyHookPoint) -> None:
+            raise StopRun(out)
+
+        members = [(point, Listener("fwd", edit, scope)) for point, edit in edits]
+        members.append((self.names.find(f"{name}.hook_out"), Listener("fwd", leave, scope)))
+        masked = text_alone(self.core) | ({} if attention_mask is None else {"attention_mask": attention_mask})
+        handle = module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+        try:
+            for point, listener in members[:-1]:  # before the user's own, which see what was projected
+                self.wiring.add(point, listener, prepend=True)
+            with self.wiring.scoped(members, scope):
+                made: Tensor = self(torch.zeros_like(x), start_at_layer=layer, stop_at_layer=layer + 1, **masked)
+        finally:
+            handle.remove()
+        return made
+
+    def buffer_of(self, name: str, buffer: str) -> Tensor:
+        """What HookedTransformer's attention keeps besides its parameters: ``mask`` (what positions see, ``[n_ctx,
+        n_ctx]``), ``IGNORE``, ``rotary_sin`` and ``rotary_cos`` (the model's own, ``[n_ctx, rotary_dim]``)."""
+        n, device = self.cfg.n_ctx or 0, self.cfg.device
+        if buffer == "IGNORE":
+            return torch.tensor(-torch.inf, device=device)
+        if buffer == "mask":
+            seen, window = torch.ones(n, n, dtype=torch.bool, device=device), self.cfg.window_size
+            seen = seen.tril() if self.cfg.attention_dir == "causal" else seen
+            return seen.triu(1 - window) if window and self.parts[name].attn_type == "local" else seen
+        rotary = getattr(self.original_model.get_submodule(base_path(self.original_model)), "rotary_emb", None)
+        if rotary is None:
+            raise AttributeError(f"{self.cfg.model_name} has no table of rotations: {name} has no {buffer}")
+        cos, sin = rotary(torch.zeros(1, device=device, dtype=self.cfg.dtype), torch.arange(n, device=device)[None])
+        return cos[0] if buffer == "rotary_cos" else sin[0]  # type: ignore[no-any-return]
 
     # What is put in.
 
@@ -950,7 +1184,7 @@ class ModuleTree(HoldsParameters, CallableParts, ListsHooks):
         """All modules by name."""
         return {name: module for name, module in self.named_modules() if name}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> State:
         state = super().__getstate__()
         for name in ("parts", "own_weights", "parameter_names", "calls", "spliced", "gave_way"):
             state.pop(name)
@@ -966,7 +1200,7 @@ class ModuleTree(HoldsParameters, CallableParts, ListsHooks):
         state["_parameters"] = self.__dict__["_parameters"].own
         return state
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: State) -> None:
         put_in, given = state.pop("put_in"), state.pop("given")
         super().__setstate__(state)
         for name, (parameters, buffers) in given.items():

@@ -1,8 +1,10 @@
-"""Running a model with HookedTransformer's arguments."""
+"""Loading, running and processing a model with HookedTransformer's arguments."""
 
 from __future__ import annotations
 
+import copy
 import inspect
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
@@ -10,18 +12,33 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AutoTokenizer
 
+from adapters.config import ModelConfig
+from adapters.views import Args, Kwargs
 from bridge.generation.options import inferred_mask
 from bridge.hooks.context import Scope, open_scope
 from bridge.hooks.hooks import HookPoint
-from bridge.hooks.names import NamesFilter
+from bridge.hooks.names import NamesFilter, suggestion
+from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
+from bridge.legacy.loading_from_pretrained import as_type, get_official_model_name
+from bridge.legacy.module_tree import BUFFERS, ENDS, ModuleTree
 from bridge.legacy.past_key_value_caching import HookedTransformerKeyValueCache
-from bridge.legacy.reweighing import LegacyWeights
-from bridge.legacy.utilities import Slice, get_attention_mask, position_embeddings
+from bridge.legacy.utilities import Slice, get_attention_mask, get_device, position_embeddings
+from bridge.loading.loading import UnknownArgumentError, text_model
 from bridge.run.inputs import HookSpec, Input
 from bridge.run.layer_range import check_layers
-from bridge.run.tokenization import Batch, as_tokens, texts_in
+from bridge.run.tokenization import Batch, TokenError, as_tokens, texts_in
+from weight_processing.process import OFF, ON
+
+#: What a model may be made from.
+Made = HookedTransformerConfig | ModelConfig | Mapping[str, Any] | nn.Module
+_LOG = logging.getLogger(__name__)
+#: The steps of processing.
+TRANSFORMS = (
+    "fold_ln", "center_writing_weights", "center_unembed", "fold_value_biases", "refactor_factored_attn_matrices",
+)  # fmt: skip
 
 
 class Output(NamedTuple):
@@ -31,10 +48,78 @@ class Output(NamedTuple):
     loss: Float[Tensor, "..."]
 
 
-class LegacyRuns(LegacyWeights):
-    """Runs with HookedTransformer's arguments, in its order."""
+class LegacyModel(ModuleTree):
+    """A bridge that is loaded, run and processed with HookedTransformer's arguments, in its order."""
 
     counts_norm_weights = False
+
+    # Loading, or making from a configuration.
+
+    @classmethod
+    def from_pretrained(cls, model_name: str, **kwargs: Any) -> Any:
+        """Loads a model."""
+        raise NotImplementedError
+
+    @classmethod
+    def _load(
+        cls,
+        model_name: str,
+        *,
+        hf_model: nn.Module | None,
+        tokenizer: Any,
+        device: torch.device | str | None,
+        move_to_device: bool,
+        dtype: torch.dtype | str,
+        passed_on: Kwargs,
+        n_devices: int = 1,
+        processing: bool = False,
+        **loading: Any,
+    ) -> Any:
+        """A bridge around a loaded model, or around the given one: a copy of it where anything has to change."""
+        kind = as_type(passed_on.pop("torch_dtype", dtype))
+        passed_on.pop("low_cpu_mem_usage", None)  # as transformers always loads now
+        official = get_official_model_name(model_name)
+        target = torch.device(device or get_device()) if move_to_device and n_devices == 1 else None
+        loading["n_devices"] = n_devices if n_devices > 1 else None
+        if hf_model is None:
+            loading |= {"dtype": kind, "device": None if "device_map" in passed_on else target}
+        else:
+            loading |= {"hf_model": _copied(text_model(hf_model), processing, kind, target), "n_ctx": None}
+        try:
+            bridge: Any = cls.boot_transformers(official, tokenizer=tokenizer, **loading, **passed_on)
+        except UnknownArgumentError as error:  # whose names are HookedTransformer's here
+            known = {
+                name
+                for way in (cls.from_pretrained, cls.boot_transformers)
+                for name in inspect.signature(way).parameters
+            }
+            raise UnknownArgumentError(error.name, error.loader, known) from error.__cause__
+        bridge.cfg.model_name = official.rstrip("/").rpartition("/")[2]
+        return bridge
+
+    @classmethod
+    def _make(cls, given: Made, tokenizer: Any, move_to_device: bool) -> tuple[nn.Module, Any]:
+        """The model and the tokenizer that a configuration describes; a model is taken as it is."""
+        if isinstance(given, str):
+            raise TypeError(f"{given!r} is no configuration: {cls.__name__}.from_pretrained({given!r}) loads a model")
+        if isinstance(given, nn.Module):
+            return given, tokenizer
+        config = HookedTransformerConfig.unwrap(given)
+        if tokenizer is None and config.tokenizer_name is not None:
+            tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_name, trust_remote_code=config.trust_remote_code)
+        if config.d_vocab < 0:
+            if tokenizer is None:
+                raise TokenError("Must provide a tokenizer if d_vocab is not provided")
+            config.d_vocab = max(tokenizer.get_vocab().values()) + 1
+            config.d_vocab_out = config.d_vocab if config.d_vocab_out < 0 else config.d_vocab_out
+        return cls._model_of(config, move_to_device), tokenizer
+
+    @classmethod
+    def _model_of(cls, config: HookedTransformerConfig, move_to_device: bool) -> nn.Module:
+        """A model with random weights."""
+        raise NotImplementedError
+
+    # Runs.
 
     def forward(  # type: ignore[override]
         self,
@@ -56,7 +141,7 @@ class LegacyRuns(LegacyWeights):
             self._check_positions(shortformer_pos_embed, attention_mask)
         if tokens is not None and start_at_layer is None:
             raise ValueError("tokens are for start_at_layer; without it the input holds them")
-        layers: dict[str, Any] = {"start_at_layer": start_at_layer, "stop_at_layer": stop_at_layer}
+        layers: Kwargs = {"start_at_layer": start_at_layer, "stop_at_layer": stop_at_layer}
         wants_loss = return_type in ("loss", "both") and stop_at_layer is None
         if past_kv_cache is None and (tokens is None or not wants_loss):
             if attention_mask is None and start_at_layer is None:
@@ -164,7 +249,7 @@ class LegacyRuns(LegacyWeights):
         return_type: str | None,
         mask: Tensor | None,
         cache: HookedTransformerKeyValueCache,
-        kwargs: dict[str, Any],
+        kwargs: Kwargs,
     ) -> Any:
         """A run after earlier tokens. The cache is changed at its end only."""
         start, _ = check_layers(kwargs["start_at_layer"], kwargs["stop_at_layer"], self.cfg.n_layers)
@@ -251,10 +336,10 @@ class LegacyRuns(LegacyWeights):
         """The level that hooks get which outlast their run: that of the ``with`` statement that keeps them."""
         return self.context_level
 
-    def _named(self, model_args: tuple[Any, ...]) -> dict[str, Any]:
+    def _named(self, model_args: Args) -> Kwargs:
         found = inspect.signature(self.forward).parameters
         if any(each.kind is each.VAR_POSITIONAL for each in found.values()):  # of a class of the user's
-            found = inspect.signature(LegacyRuns.forward.__get__(self)).parameters
+            found = inspect.signature(LegacyModel.forward.__get__(self)).parameters
         names = ["input", *list(found)[1:]][: len(model_args)]  # a class of the user's may call it `tokens`
         return dict(zip(names, model_args, strict=True))
 
@@ -293,7 +378,7 @@ class LegacyRuns(LegacyWeights):
                     more["attention_mask"] = inferred_mask(self, as_tokens(input), own, more)  # in which it may be BOS
                 more.setdefault("pad_token_id", own)
         sampled = do_sample and temperature > 0
-        sampling: dict[str, Any] = {"num_beams": 1, "repetition_penalty": 1.0, "do_sample": sampled}
+        sampling: Kwargs = {"num_beams": 1, "repetition_penalty": 1.0, "do_sample": sampled}
         if sampled:
             drawn_from = {"top_k": 0 if top_k is None else top_k, "top_p": 1.0 if top_p is None else top_p}
             # HookedTransformer subtracts the penalty behind the division by the temperature, and when it samples only
@@ -308,6 +393,99 @@ class LegacyRuns(LegacyWeights):
             return torch.cat([input, new], dim=1) if embedded else new  # type: ignore[list-item]
         return made[0] if isinstance(made, list) and len(made) == 1 else made
 
+    # Weights.
+
+    def process_weights_(
+        self,
+        fold_ln: bool = True,
+        center_writing_weights: bool = True,
+        center_unembed: bool = True,
+        refactor_factored_attn_matrices: bool = False,
+        fold_value_biases: bool = True,
+    ) -> None:
+        """Processes the weights in place. What the architecture forbids is left out with a warning in the log."""
+        steps = (fold_ln, center_writing_weights, center_unembed, fold_value_biases, refactor_factored_attn_matrices)
+        asked = dict(zip(TRANSFORMS, steps, strict=True))
+        if fold_ln and self.cfg.num_experts:
+            _LOG.warning("fold_ln left out: HookedTransformer does not fold norms that feed a mixture of experts")
+            asked["fold_ln"] = False
+        if fold_ln and self.cfg.dtype not in (torch.float32, torch.float64):
+            _LOG.warning("folding weights of %s rounds them; from_pretrained_no_processing does not", self.cfg.dtype)
+        self.process_weights(**{name: ON if wanted else OFF for name, wanted in asked.items()})  # type: ignore[arg-type]
+        for name, state in self.cfg.processed.items():
+            if asked.get(name) and state != "done":
+                _LOG.warning("%s %s", name, state)
+
+    def load_and_process_state_dict(
+        self,
+        state_dict: Mapping[str, Tensor],
+        fold_ln: bool = True,
+        center_writing_weights: bool = True,
+        center_unembed: bool = True,
+        fold_value_biases: bool = True,
+        refactor_factored_attn_matrices: bool = False,
+    ) -> None:
+        """Loads a state dict with HookedTransformer's names, and processes the weights. What is missing stays as it is.
+
+        Raises:
+            ValueError: a name that the model does not have.
+            RuntimeError: a shape that does not fit, or a value for which the model has no place.
+        """
+        steps = (center_writing_weights, center_unembed, fold_value_biases, refactor_factored_attn_matrices)
+        if fold_ln and self._lacks_norms_of(state_dict):
+            config = HookedTransformerConfig.of_model(self.cfg)
+            config.normalization_type = str(config.normalization_type).removesuffix("Pre")
+            made: Any = type(self)  # whose classes are made from a configuration
+            other = made(config)  # which has the norms that are to be folded
+            other.load_and_process_state_dict(state_dict, True, *steps)
+            self.load_state_dict({name: x for name, x in other.state_dict().items() if name in self.weights.getters})
+            self.cfg.processed = other.cfg.processed
+            return
+        unknown = {name for name in state_dict if name.rpartition(".")[2] not in BUFFERS} - set(self.weights.getters)
+        for name in sorted(unknown):
+            raise ValueError(f"{name!r} is no weight of this model.{suggestion(name, self.weights.getters)}")
+        self.load_state_dict(state_dict, strict=False)
+        self.process_weights_(fold_ln, *steps[:2], refactor_factored_attn_matrices, fold_value_biases)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # type: ignore[override]
+        """Loads a state dict with HookedTransformer's names, or one with the Hugging Face model's own.
+
+        Args:
+            state_dict: what `state_dict` gave, here or in HookedTransformer.
+            strict: missing and unknown names are errors; otherwise unknown ones are warned of in the log.
+            assign: as for `torch.nn.Module.load_state_dict`; for the Hugging Face model's own names only.
+
+        Raises:
+            RuntimeError: names are missing or not known, a shape does not fit, or a value has no place.
+
+        Example:
+            >>> from bridge.legacy import HookedTransformer
+            >>> cfg = {"n_layers": 1, "d_model": 8, "n_ctx": 5, "d_head": 4, "d_vocab": 10, "act_fn": "relu"}
+            >>> HookedTransformer(cfg).load_state_dict(HookedTransformer(cfg).state_dict())
+            <All keys matched successfully>
+        """
+        known = set(self.weights.getters)
+        own = set(self.original_model.state_dict()) & set(state_dict)
+        if own and not known & set(state_dict):
+            found: Any = self.original_model.load_state_dict(state_dict, strict=strict, assign=assign)
+        elif assign:
+            raise ValueError("assign=True takes the Hugging Face model's own names: HookedTransformer's are views")
+        else:
+            if state_dict and not known & set(state_dict):
+                raise RuntimeError(f"no weight of the model has any of these names, such as {next(iter(state_dict))!r}")
+            fitting = {name: state_dict[name] for name in known & set(state_dict)}
+            if all(self.fits(name, value) is None for name, value in fitting.items()):
+                self.write({name: fitting[name] for name in ENDS if name in fitting})
+            found = nn.Module.load_state_dict(self, state_dict, strict=strict)
+        if found.unexpected_keys:
+            _LOG.warning("names in the state dict that the model does not have: %s", ", ".join(found.unexpected_keys))
+        return found
+
+    def _lacks_norms_of(self, state_dict: Mapping[str, Tensor]) -> bool:
+        """Whether the model was made without the norms' weights, which the state dict has (``LNPre``, ``RMSPre``)."""
+        lacking = {word for name in state_dict.keys() - self.weights.getters.keys() for word in name.split(".")}
+        return str(self.cfg.normalization_type).endswith("Pre") and bool(lacking & {"ln1", "ln2", "ln_final"})
+
 
 def _positions(given: Any) -> Any:
     """A `pos_slice` as the bridge takes it."""
@@ -318,3 +496,14 @@ def _positions(given: Any) -> Any:
     if not isinstance(kept, np.ndarray):
         return kept
     return (kept.nonzero()[0] if kept.dtype == bool else kept).tolist()
+
+
+def _copied(model: nn.Module, processing: bool, dtype: torch.dtype, device: torch.device | None) -> nn.Module:
+    """The user's model, or a copy where something is to be different: the user's stays as it is."""
+    kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    places = {parameter.device for parameter in model.parameters()}
+    here = device is None or all(p.type == device.type and device.index in (None, p.index) for p in places)
+    if not processing and kinds == {dtype} and here:
+        return model
+    copied: nn.Module = copy.deepcopy(model)
+    return copied.to(dtype=dtype) if device is None else copied.to(device=device, dtype=dtype)

@@ -74,7 +74,6 @@ STANFORD_STEPS = (
 class Checkpoint:
     """One of a model's checkpoints: where it is, and which one it is."""
 
-    repository: str
     revision: str
     index: int
     value: int
@@ -124,7 +123,7 @@ def checkpoint_revision(name: str, index: int | None, value: int | None) -> Chec
         raise ValueError(f"{name} has {len(steps)} checkpoints; checkpoint_index={index} is out of range")
     index %= len(steps)
     prefix = "step" if "pythia" in name else "checkpoint-"
-    return Checkpoint(name, f"{prefix}{steps[index]}", index, steps[index])
+    return Checkpoint(f"{prefix}{steps[index]}", index, steps[index])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -211,7 +210,7 @@ class ModelOrigin:
         }  # fmt: skip
         where: dict[str, Any] = {key: value for key, value in asked.items() if value}
         where["trust_remote_code"] = self.trust_remote_code
-        return ModelFiles(name, checkpoint.repository if checkpoint else name, where, checkpoint)
+        return ModelFiles(name, where, checkpoint)
 
 
 @dataclass(frozen=True)
@@ -219,14 +218,12 @@ class ModelFiles:
     """Where a model is.
 
     Attributes:
-        name: of the model.
-        repository: the hub's, or a folder.
+        name: of the model on the hub, or a folder.
         where: what `from_pretrained` is given to find it.
         checkpoint: which training checkpoint it is, if it is one.
     """
 
     name: str
-    repository: str
     where: dict[str, Any]
     checkpoint: Checkpoint | None
 
@@ -297,7 +294,7 @@ class Variant:
 
     def config(self, files: ModelFiles) -> PreTrainedConfig:
         """The model's configuration, with the fields that are to be others."""
-        config = AutoConfig.from_pretrained(files.repository, **files.where)
+        config = AutoConfig.from_pretrained(files.name, **files.where)
         _override(config, self.hf_config_overrides or {})
         text = config.get_text_config() if hasattr(config, "vision_config") else config
         _override(text, context_fields(text, self.n_ctx))
@@ -401,9 +398,7 @@ def load(source: ModelOrigin, placement: Placement, variant: Variant, progress: 
     with _bars(progress), patched(variant.patches, variant.weight_conversions, loader, config):
         try:
             model = (
-                loader.from_pretrained(files.repository, **arguments)
-                if variant.load_weights
-                else _empty(loader, arguments)
+                loader.from_pretrained(files.name, **arguments) if variant.load_weights else _empty(loader, arguments)
             )
         except TypeError as error:
             _explain_unknown(error, variant.from_pretrained, loader)
@@ -440,11 +435,11 @@ def loaded_already(model: nn.Module, source: ModelOrigin, placement: Placement, 
 
 def tokenizer_of(files: ModelFiles, progress: bool) -> PreTrainedTokenizerBase | None:
     """The tokenizer that is kept with a model; None where a folder has none. A GGUF file holds its own."""
-    alone = os.path.isdir(files.repository) and "gguf_file" not in files.where
-    if alone and not any(os.path.exists(os.path.join(files.repository, name)) for name in _OF_TOKENIZERS):
+    alone = os.path.isdir(files.name) and "gguf_file" not in files.where
+    if alone and not any(os.path.exists(os.path.join(files.name, name)) for name in _OF_TOKENIZERS):
         return None
     with _bars(progress):
-        return AutoTokenizer.from_pretrained(files.repository, **files.where)
+        return AutoTokenizer.from_pretrained(files.name, **files.where)
 
 
 def make_native(

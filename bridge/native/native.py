@@ -55,10 +55,6 @@ _FLAGS = (
     "use_local_attn", "use_qk_norm", "use_normalization_before_and_after", "use_NTK_by_parts_rope",
     "init_weights", "default_prepend_bos", "use_attn_result", "use_split_qkv_input", "use_attn_in", "use_hook_mlp_in",
 )  # fmt: skip
-_NUMBERS = (
-    "eps", "attn_scale", "rotary_base", "initializer_range", "attn_scores_soft_cap", "output_logits_soft_cap",
-    "NTK_by_parts_low_freq_factor", "NTK_by_parts_high_freq_factor", "NTK_by_parts_factor", "NTK_original_ctx_len",
-)  # fmt: skip
 _NOT_SET = -1  # HookedTransformerConfig's own sign for it
 _REQUIRED = ("n_layers", "d_model", "n_ctx", "d_vocab")
 #: HookedTransformerConfig's fields that have no place here, and why.
@@ -180,7 +176,9 @@ class NativeConfig(PreTrainedConfig, ModelFields):
         _check_names(type(self), kwargs)
         _check_values(self)
         _complete(self)
-        _check_together(self)
+        for breaks, said in _RULES:
+            if found := breaks(self):
+                raise ValueError(said.format(self, found))
         super().__post_init__(**kwargs)
 
 
@@ -265,7 +263,8 @@ def _check_torch(cfg: NativeConfig) -> None:
 def _complete(cfg: NativeConfig) -> None:
     """Fills in what follows from the other fields."""
     _complete_heads(cfg)
-    follows = {"d_vocab_out": cfg.d_vocab, "initializer_range": _initializer_range(cfg)}
+    wide = 0.8 / math.sqrt(cfg.d_model) if cfg.init_mode == "gpt2" else 1.0
+    follows = {"d_vocab_out": cfg.d_vocab, "initializer_range": wide}  # how widely weights are drawn
     for name in ("n_key_value_heads", "d_mlp", "rotary_dim", "attn_scale", *follows):
         if getattr(cfg, name) == _NOT_SET:
             setattr(cfg, name, follows.get(name))
@@ -289,11 +288,6 @@ def _complete_heads(cfg: NativeConfig) -> None:
             if cfg.d_model % count:
                 raise ValueError(f"d_model={cfg.d_model} is not divisible by {other}={count}: give {name} as well")
             setattr(cfg, name, cfg.d_model // count)
-
-
-def _initializer_range(cfg: NativeConfig) -> float:
-    """How widely weights are drawn where nothing is said."""
-    return 0.8 / math.sqrt(cfg.d_model) if cfg.init_mode == "gpt2" else 1.0
 
 
 def _complete_for_transformers(cfg: NativeConfig) -> None:
@@ -362,13 +356,6 @@ _RULES: tuple[tuple[Callable[[NativeConfig], object], str], ...] = (
     (lambda c: c.positional_embedding_type != "rotary" and c.rotary_base is not None,
      "rotary_base={0.rotary_base} is for positional_embedding_type='rotary', not {0.positional_embedding_type!r}"),
 )  # fmt: skip
-
-
-def _check_together(cfg: NativeConfig) -> None:
-    """The fields with one another."""
-    for breaks, said in _RULES:
-        if found := breaks(cfg):
-            raise ValueError(said.format(cfg, found))
 
 
 #: Cosines and sines, ``[batch, 1, pos, rotary_dim]`` each.

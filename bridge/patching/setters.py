@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxtyping import Bool, Shaped
 from torch import Tensor
@@ -21,6 +21,29 @@ from bridge.hooks.hooks import HookPoint
 PatchSetter = Callable[[Tensor, Sequence[int], Tensor], Tensor | None]
 
 _ALL = slice(None)
+
+
+class Region(NamedTuple):
+    """What a setter writes.
+
+    Attributes:
+        axes: which axes of the activation, without its batch axis, the index after the layer picks from.
+        pos: which of these axes counts positions (queries, of a pattern).
+        pattern: whether it is for ``[batch, head, query, key]``, or for ``[batch, pos, ...]``.
+    """
+
+    axes: tuple[int, ...]
+    pos: int
+    pattern: bool
+
+    def chosen(self, place: Sequence[int]) -> tuple[int | slice, ...]:
+        """What an index, the layer first, picks of the activation without its batch axis."""
+        picked = dict(zip(self.axes, place[1:], strict=True))
+        return tuple(picked.get(axis, _ALL) for axis in range(max(self.axes) + 1))
+
+
+_POS, _HEAD, _POS_HEAD = Region((0,), 0, False), Region((1,), 0, False), Region((0, 1), 0, False)
+_PATTERN, _QUERY, _ENTRY = (Region(tuple(range(n)), 1, True) for n in (1, 2, 3))
 
 
 @refuse_wrong_types
@@ -44,8 +67,7 @@ def layer_pos_patch_setter(corrupted_activation: Tensor, index: Sequence[int], c
         >>> layer_pos_patch_setter(torch.zeros(1, 3, 2), [0, 1], torch.ones(1, 3, 2))[0].tolist()
         [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
     """
-    _, pos = _named(index, "layer", "pos")
-    return _patch(corrupted_activation, clean_activation, index, (_ALL, pos))
+    return _patch(corrupted_activation, index, clean_activation, _POS, "pos")
 
 
 @refuse_wrong_types
@@ -71,8 +93,7 @@ def layer_pos_head_vector_patch_setter(
         >>> layer_pos_head_vector_patch_setter(torch.zeros(1, 2, 2, 1), [0, 1, 0], torch.ones(1, 2, 2, 1)).flatten()
         tensor([0., 0., 1., 0.])
     """
-    _, pos, head = _named(index, "layer", "pos", "head")
-    return _patch(corrupted_activation, clean_activation, index, (_ALL, pos, head))
+    return _patch(corrupted_activation, index, clean_activation, _POS_HEAD, "pos", "head")
 
 
 @refuse_wrong_types
@@ -98,8 +119,7 @@ def layer_head_vector_patch_setter(
         >>> layer_head_vector_patch_setter(torch.zeros(1, 2, 2, 1), [0, 1], torch.ones(1, 2, 2, 1)).flatten()
         tensor([0., 1., 0., 1.])
     """
-    _, head = _named(index, "layer", "head")
-    return _patch(corrupted_activation, clean_activation, index, (_ALL, _ALL, head))
+    return _patch(corrupted_activation, index, clean_activation, _HEAD, "head")
 
 
 @refuse_wrong_types
@@ -125,8 +145,7 @@ def layer_head_pattern_patch_setter(
         >>> layer_head_pattern_patch_setter(torch.zeros(1, 2, 1, 2), [0, 1], torch.ones(1, 2, 1, 2)).flatten()
         tensor([0., 0., 1., 1.])
     """
-    _, head = _named(index, "layer", "head")
-    return _patch(corrupted_activation, clean_activation, index, (_ALL, head))
+    return _patch(corrupted_activation, index, clean_activation, _PATTERN, "head")
 
 
 @refuse_wrong_types
@@ -152,8 +171,7 @@ def layer_head_pos_pattern_patch_setter(
         >>> layer_head_pos_pattern_patch_setter(torch.zeros(1, 1, 2, 2), [0, 0, 1], torch.ones(1, 1, 2, 2)).flatten()
         tensor([0., 0., 1., 1.])
     """
-    _, head, dest = _named(index, "layer", "head", "dest_pos")
-    return _patch(corrupted_activation, clean_activation, index, (_ALL, head, dest))
+    return _patch(corrupted_activation, index, clean_activation, _QUERY, "head", "dest_pos")
 
 
 @refuse_wrong_types
@@ -179,8 +197,7 @@ def layer_head_dest_src_pos_pattern_patch_setter(
         >>> setter(torch.zeros(1, 1, 2, 2), [0, 0, 1, 0], torch.ones(1, 1, 2, 2)).flatten()
         tensor([0., 0., 1., 0.])
     """
-    _, head, dest, src = _named(index, "layer", "head", "dest_pos", "src_pos")
-    return _patch(corrupted_activation, clean_activation, index, (_ALL, head, dest, src))
+    return _patch(corrupted_activation, index, clean_activation, _ENTRY, "head", "dest_pos", "src_pos")
 
 
 @refuse_wrong_types
@@ -206,8 +223,8 @@ def layer_pos_feature_patch_setter(
         >>> layer_pos_feature_patch_setter(torch.zeros(1, 2, 2), [0, 1, 0], torch.ones(1, 2, 2)).flatten()
         tensor([0., 0., 1., 0.])
     """
-    _, *place = _named(index, "layer", "pos", *_heads_of(corrupted_activation), "feature")
-    return _patch(corrupted_activation, clean_activation, index, (_ALL, *place))
+    region, heads = _of_features(_POS_HEAD, corrupted_activation.ndim)
+    return _patch(corrupted_activation, index, clean_activation, region, "pos", *heads, "feature")
 
 
 @refuse_wrong_types
@@ -231,21 +248,19 @@ def layer_feature_patch_setter(corrupted_activation: Tensor, index: Sequence[int
         >>> layer_feature_patch_setter(torch.zeros(1, 1, 2, 2), [0, 1, 0], torch.ones(1, 1, 2, 2)).flatten()
         tensor([0., 0., 1., 0.])
     """
-    _, *place = _named(index, "layer", *_heads_of(corrupted_activation), "feature")
-    return _patch(corrupted_activation, clean_activation, index, (_ALL, _ALL, *place))
+    region, heads = _of_features(_HEAD, corrupted_activation.ndim)
+    return _patch(corrupted_activation, index, clean_activation, region, *heads, "feature")
 
 
-def _heads_of(features: Tensor) -> list[str]:
-    return ["head"] if features.ndim == 4 else []
+def _of_features(region: Region, ndim: int) -> tuple[Region, tuple[str, ...]]:
+    """A region of features, which there may be for each head, and what the index names for that."""
+    return (region._replace(axes=(*region.axes, 2)), ("head",)) if ndim == 4 else (region, ())
 
 
-def _named(index: Sequence[int], *axes: str) -> Sequence[int]:
-    if len(index) != len(axes):
-        raise ValueError(f"the index is {list(index)}; this patch setter needs [{', '.join(axes)}]")
-    return index
-
-
-def _patch(corrupted: Tensor, clean: Tensor, index: Sequence[int], where: tuple[Any, ...]) -> Tensor:
+def _patch(corrupted: Tensor, index: Sequence[int], clean: Tensor, region: Region, *names: str) -> Tensor:
+    if len(index) != 1 + len(names):
+        raise ValueError(f"the index is {list(index)}; this patch setter needs [{', '.join(('layer', *names))}]")
+    where = (_ALL, *region.chosen(index))
     # A clean activation without batch axis, or of a longer prompt, could fit by accident: of other axes, other words.
     if corrupted.shape[1:] == clean.shape[1:]:
         try:
@@ -269,30 +284,16 @@ def _misfit(corrupted: Tensor, clean: Tensor, index: Sequence[int]) -> str:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class Region(NamedTuple):
-    """What a setter writes.
-
-    Attributes:
-        axes: which axes of the activation, without its batch axis, the index after the layer picks from.
-        pos: which of these axes counts positions (queries, of a pattern).
-        pattern: whether it is for ``[batch, head, query, key]``, or for ``[batch, pos, ...]``.
-    """
-
-    axes: tuple[int, ...]
-    pos: int
-    pattern: bool
-
-
 #: What is known of the setters of `bridge.patching.setters`. A setter of somebody else may do anything.
 REGIONS: dict[PatchSetter, Region] = {
-    layer_pos_patch_setter: Region((0,), 0, False),
-    layer_pos_head_vector_patch_setter: Region((0, 1), 0, False),
-    layer_head_vector_patch_setter: Region((1,), 0, False),
-    layer_pos_feature_patch_setter: Region((0, 1), 0, False),
-    layer_feature_patch_setter: Region((1,), 0, False),
-    layer_head_pattern_patch_setter: Region((0,), 1, True),
-    layer_head_pos_pattern_patch_setter: Region((0, 1), 1, True),
-    layer_head_dest_src_pos_pattern_patch_setter: Region((0, 1, 2), 1, True),
+    layer_pos_patch_setter: _POS,
+    layer_pos_head_vector_patch_setter: _POS_HEAD,
+    layer_head_vector_patch_setter: _HEAD,
+    layer_pos_feature_patch_setter: _POS_HEAD,
+    layer_feature_patch_setter: _HEAD,
+    layer_head_pattern_patch_setter: _PATTERN,
+    layer_head_pos_pattern_patch_setter: _QUERY,
+    layer_head_dest_src_pos_pattern_patch_setter: _ENTRY,
 }
 
 
@@ -313,8 +314,8 @@ def region_of(setter: PatchSetter, axes: str) -> Region | None:
     names = axes.split()
     if region is None or names[0] != "batch":
         return None
-    if setter in (layer_feature_patch_setter, layer_pos_feature_patch_setter) and len(names) == 4:
-        region = region._replace(axes=(*region.axes, 2))  # features of each head
+    if setter in (layer_feature_patch_setter, layer_pos_feature_patch_setter):
+        region, _ = _of_features(region, len(names))
     fits = names[2:] == ["pos", "key_pos"] if region.pattern else names[1] == "pos"
     return region if fits and max(region.axes) < len(names) - 1 else None
 
@@ -359,10 +360,7 @@ def changed_positions(region: Region, place: Sequence[int], differs: Bool[Tensor
         >>> changed_positions(region, [0, 1], differs), changed_positions(region, [0, 0], differs)
         ([1, 2], [2])
     """
-    index: list[int | slice] = [slice(None)] * differs.ndim
-    for axis, at in zip(region.axes, place[1:], strict=True):
-        index[axis] = at
-    found = differs[tuple(index)]
+    found = differs[region.chosen(place)]
     if region.pos in region.axes:
         at = place[1 + region.axes.index(region.pos)]
         return [at % differs.shape[region.pos]] if bool(found.any()) else []
@@ -442,12 +440,8 @@ class PatchStep:
         return lambda activation: self._patched(activation, start)
 
     def _patched(self, activation: Tensor, start: int) -> Tensor | None:
-        region = self.region
-        if region is None or not start:
-            return self.setter(activation, list(self.place), self.clean)
-        if activation.shape[1 + region.pos] == self.clean.shape[1 + region.pos]:  # keys and values made from latents
-            return self.setter(
-                activation, list(self.place), self.clean
-            )  # are made for all positions, those before `start` too
-        place, clean = from_position(region, self.place, self.clean, start)
+        region, place, clean = self.region, list(self.place), self.clean
+        # Keys and values made from latents are made for all positions, those before `start` too.
+        if start and region is not None and activation.shape[1 + region.pos] != clean.shape[1 + region.pos]:
+            place, clean = from_position(region, place, clean, start)
         return self.setter(activation, place, clean)

@@ -22,6 +22,7 @@ from bridge.pictures.style import (
     of_one_prompt,
     sequential,
     token_labels,
+    tooltips,
     visible,
     without_batch,
 )
@@ -303,12 +304,7 @@ def residual_norms(
             y=alt.Y("v:Q", title="norm (L2)", scale=alt.Scale(type="log" if bool((norms > 0).all()) else "symlog")),
         )
     )
-    tooltip = [
-        alt.Tooltip("p:Q", title="position"),
-        alt.Tooltip("token:N", title="token"),
-        alt.Tooltip("component:N", title="component"),
-        alt.Tooltip("v:Q", title="norm"),
-    ]
+    tooltip = tooltips({"p:Q": "position", "token:N": "token", "component:N": "component", "v:Q": "norm"})
     each = base.mark_line(strokeWidth=1, strokeOpacity=0.45, color=colour("line")).encode(detail="p:N")
     dots = base.mark_circle(size=28, fillOpacity=0.75, color=colour("line")).encode(tooltip=tooltip)
     median = base.mark_line(strokeWidth=3, color=colour("accent")).encode(y="median(v):Q", tooltip=alt.Tooltip(

@@ -16,6 +16,8 @@ from typing import Any
 
 import vl_convert
 
+#: What Vega-Lite draws, as it is written in JSON.
+Spec = dict[str, Any]
 #: Beyond this many values a picture is drawn on a canvas: so many elements would make the page slow.
 MOST_SVG_VALUES = 8000
 
@@ -62,7 +64,7 @@ def drawing_script() -> str:
     return _DRAW
 
 
-def fragment(spec: dict[str, Any], n_values: int, still: str = "") -> str:
+def fragment(spec: Spec, n_values: int, still: str = "") -> str:
     """What stands for a picture in a page that has the scripts.
 
     Args:
@@ -83,7 +85,7 @@ def fragment(spec: dict[str, Any], n_values: int, still: str = "") -> str:
     )
 
 
-def output(spec: dict[str, Any], n_values: int, png: bytes, title: str, with_library: bool) -> str:
+def output(spec: Spec, n_values: int, png: bytes, title: str, with_library: bool) -> str:
     """A picture for a notebook: seen as it is where no script runs, and drawn where the page has the library.
 
     Args:

@@ -28,6 +28,7 @@ from bridge.pictures.style import (
     lookup,
     sequential,
     token_labels,
+    tooltips,
     visible,
     width_of,
 )
@@ -192,11 +193,7 @@ class GraphDrawing:
                 strokeWidth=alt.StrokeWidth(
                     "size:Q", scale=alt.Scale(domain=[0, largest], range=[0.6, 0.7 * self.sizes.font]), legend=None
                 ),
-                tooltip=[
-                    alt.Tooltip("s:N", title="from"),
-                    alt.Tooltip("r:N", title="to"),
-                    alt.Tooltip("v:Q", title=measure),
-                ],
+                tooltip=tooltips({"s:N": "from", "r:N": "to", "v:Q": measure}),
             )
         )
 
@@ -617,7 +614,7 @@ def _bars(graph: GraphDrawing, shown: str, measure: str) -> alt.LayerChart | alt
         .transform_filter(f"datum.rank <= {MOST_EDGES}")
         .encode(
             y=alt.Y("rank:O", axis=None, scale=alt.Scale(domain=rows)),
-            tooltip=[alt.Tooltip("edge:N", title="edge"), alt.Tooltip("v:Q", title=measure)],
+            tooltip=tooltips({"edge:N": "edge", "v:Q": measure}),
         )
     )
     bars = base.mark_bar().encode(x=alt.X("v:Q", axis=None, scale=scale), color=graph.hue)
@@ -657,11 +654,7 @@ def _pattern(patterns: Mapping[int, Tensor], words: Sequence[str], shown: str) -
             y=alt.Y("r:O", title="query", scale=places, axis=alt.Axis(**labels)),
             x=alt.X("c:O", title="key", scale=places, axis=alt.Axis(labelAngle=-90, **labels)),
             color=alt.Color("w:Q", scale=sequential(), legend=None),
-            tooltip=[
-                alt.Tooltip("query:N", title="query"),
-                alt.Tooltip("key:N", title="key"),
-                alt.Tooltip("w:Q", title="weight"),
-            ],
+            tooltip=tooltips({"query:N": "query", "key:N": "key", "w:Q": "weight"}),
         )
     )
     return alt.layer(cells, blank).properties(width=round(cell * n), height=round(cell * n))
@@ -902,11 +895,8 @@ def faithfulness(
         ),
     )
     value = alt.Y("v:Q", title="faithfulness")
-    tooltip = [
-        alt.Tooltip("n:N", title="scores"), alt.Tooltip("s:Q", title="share of edges", format="~%"),
-        alt.Tooltip("v:Q", title="faithfulness", format=".3f"), alt.Tooltip("low:Q", title="from", format=".3f"),
-        alt.Tooltip("high:Q", title="to", format=".3f"),
-    ]  # fmt: skip
+    tooltip = tooltips({"n:N": "scores"}) + tooltips({"s:Q": "share of edges"}, "~%")
+    tooltip += tooltips({"v:Q": "faithfulness", "low:Q": "from", "high:Q": "to"}, ".3f")
     drawn = base.mark_line(strokeWidth=2).encode(y=value) + base.mark_circle(size=40).encode(y=value, tooltip=tooltip)
     whole = rows_chart([{"one": 1}]).mark_rule(strokeDash=[4, 4], color=colour("ink"), opacity=0.6).encode(y="one:Q")
     told = "1, dashed: the circuit does what the model does"

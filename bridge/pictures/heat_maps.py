@@ -26,6 +26,7 @@ from bridge.pictures.style import (
     of_one_prompt,
     sequential,
     token_labels,
+    tooltips,
     visible,
     width_of,
     without_batch,
@@ -98,15 +99,11 @@ def grid(
         r=f"floor((datum.n - 1) / {n_columns}) % {n_rows}", c=f"(datum.n - 1) % {n_columns}"
     )
     chart = chart.transform_calculate(row=lookup(rows.labels, "datum.r"), column=lookup(columns.labels, "datum.c"))
-    tooltip = [
-        alt.Tooltip("row:N", title=rows.title),
-        alt.Tooltip("column:N", title=columns.title),
-        alt.Tooltip("data:Q", title=measure) if blank is None else alt.Tooltip("said:N", title=measure),
-    ]
+    told = {"row:N": rows.title, "column:N": columns.title, "data:Q" if blank is None else "said:N": measure}
     if panels is not None:
         chart = chart.transform_calculate(p=f"floor((datum.n - 1) / {n_rows * n_columns})")
         chart = chart.transform_calculate(panel=lookup(panels, "datum.p"))
-        tooltip.insert(0, alt.Tooltip("panel:N", title="panel"))
+        told = {"panel:N": "panel", **told}
     color: Any = alt.Color("data:Q", scale=scale, legend=colour_bar(scale, measure))
     if blank is None:
         chart = chart.transform_filter(f"datum.data !== {BLANK}")
@@ -122,7 +119,7 @@ def grid(
         x=alt.X("c:O", axis=_axis(columns, True, 80) if sides is None else None, scale=_all(n_columns)),
         y=alt.Y("r:O", axis=_axis(rows, False, side) if sides is None else None, scale=_all(n_rows)),
         color=color,
-        tooltip=tooltip,
+        tooltip=tooltips(told),
     )
     # As they are: Vega leaves out what has no number.
     shown: dict[str, Any] = {} if blank is None else {"invalid": None}
@@ -503,7 +500,7 @@ def _bars(values: Tensor, names: list[str], measure: str, title: str) -> Picture
     base = rows_chart(rows).encode(
         y=alt.Y("i:O", title=None, axis=alt.Axis(labelExpr=lookup(names, "datum.value"), ticks=False, domain=False)),
         x=alt.X("v:Q", title=measure),
-        tooltip=[alt.Tooltip("name:N", title="component"), alt.Tooltip("v:Q", title=measure)],
+        tooltip=tooltips({"name:N": "component", "v:Q": measure}),
         color=alt.condition("datum.v < 0", alt.value(colour("accent")), alt.value(colour("line"))),
     )
     high = 18 if len(names) <= 40 else max(3.0, 720 / len(names))

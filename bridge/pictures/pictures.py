@@ -32,7 +32,7 @@ from typing import Any
 import altair as alt
 import vl_convert
 
-from bridge.pictures.embedding import document, fragment, library, library_name, output
+from bridge.pictures.embedding import Spec, document, fragment, library, library_name, output
 from bridge.pictures.style import configuration, dark_parameter
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ class Picture:
     def __repr__(self) -> str:
         return f"Picture({self.title!r})"
 
-    def spec(self, dark: bool = False) -> dict[str, Any]:
+    def spec(self, dark: bool = False) -> Spec:
         """The Vega-Lite specification, as a dictionary of its own.
 
         Args:
@@ -115,7 +115,7 @@ class Picture:
             >>> picture.spec(dark=True)["params"][0]
             {'name': 'dark', 'value': True}
         """
-        found: dict[str, Any] = copy.deepcopy(self.chart.to_dict())
+        found: Spec = copy.deepcopy(self.chart.to_dict())
         heading = found.get("title") or found.get("vconcat", [{}])[0].get("title")
         below = heading.get("subtitle", []) if isinstance(heading, dict) else []
         found["description"] = ". ".join([self.title, below if isinstance(below, str) else " ".join(below)])
@@ -159,7 +159,7 @@ class Picture:
         """
         return vl_convert.vegalite_to_pdf(self._still(dark))
 
-    def _still(self, dark: bool) -> dict[str, Any]:
+    def _still(self, dark: bool) -> Spec:
         """The specification without what only a click would show."""
         found = self.spec(dark)
         if found.get("usermeta", {}).get("details"):

@@ -10,7 +10,8 @@ import json
 import math
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import altair as alt
 import torch
@@ -163,6 +164,22 @@ def colour_bar(scale: alt.Scale, title: str) -> alt.Legend:
         [-3.0, -1.5, 0.0, 1.5, 3.0]
     """
     return alt.Legend(title=title, values=scale.to_dict()["domain"], format=".3~g", titleLimit=420)
+
+
+def tooltips(shown: Mapping[str, str], format: str | None = None) -> list[alt.Tooltip]:
+    """What hovering over a mark says.
+
+    Args:
+        shown: of each line the field that it shows, and its title.
+        format: of the numbers; None: as they are.
+
+    Example:
+        >>> from bridge.pictures.style import tooltips
+        >>> tooltips({"w:Q": "weight"})[0].to_dict()
+        {'field': 'w', 'title': 'weight', 'type': 'quantitative'}
+    """
+    given: dict[str, Any] = {} if format is None else {"format": format}
+    return [alt.Tooltip(field, title=title, **given) for field, title in shown.items()]
 
 
 def configuration() -> alt.Config:

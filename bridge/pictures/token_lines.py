@@ -25,6 +25,7 @@ from bridge.pictures.style import (
     of_one_prompt,
     sequential,
     token_labels,
+    tooltips,
     visible,
     wide,
     without_batch,
@@ -70,11 +71,7 @@ def tokens(
     scale = diverging(limit(table)) if bool((table < 0).any()) else sequential(limit(table))
     text = _Text(labels)
     base = text.chart(v=compact(table), token=labels)
-    tooltip = [
-        alt.Tooltip("p:Q", title="position"),
-        alt.Tooltip("token:N", title="token"),
-        alt.Tooltip("v:Q", title=measure),
-    ]
+    tooltip = tooltips({"p:Q": "position", "token:N": "token", "v:Q": measure})
     domain = scale.to_dict()["domain"]
     shade = alt.Color("v:Q", scale=scale, legend=colour_bar(scale, measure))
     cells = text.cells(base).encode(color=shade, tooltip=tooltip)
@@ -139,10 +136,9 @@ def attention_text(
         stroke=alt.condition(f"datum.p === {at}", alt.value(colour("accent")), alt.value("transparent")),
         strokeWidth=alt.value(2),
         fill=alt.value("transparent"),
-        tooltip=[alt.Tooltip("p:Q", title="position"), alt.Tooltip("token:N", title="token")],
+        tooltip=tooltips({"p:Q": "position", "token:N": "token"}),
     )
-    tips = [alt.Tooltip("of:N", title="query"), alt.Tooltip("token:N", title="key"),
-            alt.Tooltip("w:Q", title="mean weight", format=".3~g")]  # fmt: skip
+    tips = tooltips({"of:N": "query", "token:N": "key"}) + tooltips({"w:Q": "mean weight"}, ".3~g")
     lines = alt.layer(
         text.cells(weights).encode(color=shade, tooltip=tips),
         text.words(weights).encode(color=ink_on("datum.w")),
@@ -286,11 +282,9 @@ def logit_lens(
             y=alt.Y("l:O", axis=alt.Axis(
                 title="after layer", labelExpr=lookup(layers, "datum.value"), ticks=False, domain=False
             )),
-            tooltip=[
-                alt.Tooltip("row:N", title="after layer"),
-                alt.Tooltip("column:N", title="at token"),
-                *(alt.Tooltip(f"k{i}:N", title=str(i + 1)) for i in range(top)),
-            ],
+            tooltip=tooltips(
+                {"row:N": "after layer", "column:N": "at token", **{f"k{i}:N": str(i + 1) for i in range(top)}}
+            ),
         )
     )  # fmt: skip
     legend = colour_bar(sequential(), "probability")

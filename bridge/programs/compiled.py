@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from adapters.inputs import with_past_named
-from adapters.points import core_path, module_at
+from adapters.points import core_of
 from adapters.views import Args, Kwargs
 from bridge.interventions.operations import Operation
 from bridge.programs.lower import HOOKS, Lowered, LoweredBody, LoweredTap
@@ -198,7 +198,7 @@ class CompiledRun:
             compile_one_by_one(self._blocks)
             _LOGGER.warning(
                 "%s: compiled block by block, for one row and for several, as it cannot be compiled at once: %s",
-                type(module_at(self._lowered.model, core_path(self._lowered.model))).__name__,
+                type(core_of(self._lowered.model)).__name__,
                 str(error).strip().split("\n", 1)[0],
             )
         self._run = self._compiled(_copied(self._own))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import types
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from adapters.imports import is_compiling
 from adapters.points import Site, call_number, has_module, module_path, token_embedding
 from adapters.views import Args, Call, Kwargs
 from bridge.hooks.context import Listener, RunsWithPass
-from bridge.hooks.hooks import HookPoint, LeaderEdit, checked, wants_gradients
+from bridge.hooks.hooks import HookPoint, LeaderEdit, wants_gradients
 from bridge.interventions.operations import Operation
 from bridge.programs.program_pass import AnyFunction, Function, LoweredPoint, LoweredSite, ProgramPass, current
 from bridge.run.inputs import RunnableBridge
@@ -27,9 +28,11 @@ from bridge.taps.attention_call import AttentionCall, implementation_of, is_look
 from bridge.taps.experts import RouterWatch
 from bridge.taps.taps import Tap
 from bridge.trace.coroutine import PointPassedError
-from bridge.trace.edit import BodyActivations, BodyInStep, Edit, EditHook
+from bridge.trace.edit import BodyActivations, BodyInStep, Edit, assigned
 from bridge.wiring.compiled import ForcedEager, strip
 
+#: Makes what stands for the forward of a shell, of the hook points inside of it by channel, and where a pass is found.
+MakesTap = Callable[[nn.Module, Mapping[str, Sequence[LoweredPoint]], threading.local], "LoweredTap"]
 #: The dictionaries of torch hooks, of which a shell has copies.
 HOOKS = (
     "_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_hooks_with_kwargs",
@@ -115,7 +118,7 @@ def lower(
     for step in steps:
         by_site.setdefault(step.hook.point.site, []).append(step)
     sources = dict.fromkeys(site for step in steps for site in step.hook.point.sources)
-    taps: dict[tuple[str, type[LoweredTap]], dict[str, list[LoweredPoint]]] = {}
+    taps: dict[tuple[str, MakesTap], dict[str, list[LoweredPoint]]] = {}
     for site in dict.fromkeys([*by_site, *sources]):
         module = _module_at(model, site, prefix, by_site.get(site, ()))
         if site.kind not in (*_TAPS, "input", "output"):
@@ -304,10 +307,17 @@ class LoweredTap:
         module: the shell.
         steps: the hook points inside its forward, by channel.
         here: finds the pass that is under way.
+        watch: makes what sees the functions that the module calls, whose channels these are.
     """
 
-    def __init__(self, module: nn.Module, steps: Mapping[str, Sequence[LoweredPoint]], here: threading.local) -> None:
-        self.module, self.here = module, here
+    def __init__(
+        self,
+        module: nn.Module,
+        steps: Mapping[str, Sequence[LoweredPoint]],
+        here: threading.local,
+        watch: Callable[[ObservedAttentionCall], AttentionWatch | RouterWatch] | None = None,
+    ) -> None:
+        self.module, self.here, self._watch = module, here, watch
         self.steps = {channel: tuple(points) for channel, points in steps.items()}
         self.original = module.forward
 
@@ -321,13 +331,10 @@ class LoweredTap:
             x = step.apply(x, call, program_pass)
         return x
 
-    def watch_of(self, call: ObservedAttentionCall) -> AttentionWatch | RouterWatch:
-        """What sees the functions that the module calls."""
-        raise NotImplementedError
-
     def __call__(self, *args: object, **kwargs: object) -> object:
         """The module's forward."""
-        watch = self.here.watch = self.watch_of(_CallInProgram(self, Call(self.module, args, kwargs)))
+        assert self._watch is not None
+        watch = self.here.watch = self._watch(_CallInProgram(self, Call(self.module, args, kwargs)))
         try:
             return watch.output_of(lambda: self.original(*args, **kwargs))
         finally:
@@ -360,22 +367,13 @@ class _CallInProgram(ObservedAttentionCall):
         return True
 
 
-class LoweredAttention(LoweredTap):
-    """The attention of one module. Its channels are those of `AttentionWatch`."""
-
-    def __init__(self, module: nn.Module, steps: Mapping[str, Sequence[LoweredPoint]], here: threading.local) -> None:
-        super().__init__(module, steps, here)
-        self._kernel_alone = implementation_of(module) == "sdpa" and is_looked_up(type(module).forward, "sdpa")
-
-    def watch_of(self, call: ObservedAttentionCall) -> AttentionWatch:
-        return AttentionWatch(call, self._kernel_alone)
+def _attention(module: nn.Module, steps: Mapping[str, Sequence[LoweredPoint]], here: threading.local) -> LoweredTap:
+    kernel_alone = implementation_of(module) == "sdpa" and is_looked_up(type(module).forward, "sdpa")
+    return LoweredTap(module, steps, here, partial(AttentionWatch, kernel_alone=kernel_alone))
 
 
-class LoweredRouter(LoweredTap):
-    """A router. Its channels are those of `RouterWatch`."""
-
-    def watch_of(self, call: ObservedAttentionCall) -> RouterWatch:
-        return RouterWatch(call)
+def _router(module: nn.Module, steps: Mapping[str, Sequence[LoweredPoint]], here: threading.local) -> LoweredTap:
+    return LoweredTap(module, steps, here, RouterWatch)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -440,11 +438,11 @@ def _linear(module: Any, name: str, x: Tensor, expert: int) -> Tensor:
     return torch.nn.functional.linear(x, weight, getattr(module, f"{name}_bias")[expert] if module.has_bias else None)
 
 
-_TAPS: Mapping[str, type[LoweredTap]] = {
-    "attention": LoweredAttention,
-    "softmax": LoweredAttention,
+_TAPS: Mapping[str, MakesTap] = {
+    "attention": _attention,
+    "softmax": _attention,
     "experts": LoweredExperts,
-    "router": LoweredRouter,
+    "router": _router,
 }
 
 
@@ -466,9 +464,6 @@ _RANDOM = {
 }  # fmt: skip
 
 
-_ASSIGNED = Listener("fwd", lambda act, hook: None)
-
-
 def listeners_of(
     interventions: Sequence[tuple[HookPoint, AnyFunction]], declared: Collection[str]
 ) -> Iterator[tuple[HookPoint, Listener]]:
@@ -483,8 +478,8 @@ def listeners_of(
     """
     bodies: dict[Edit, LoweredBody] = {}
     for hook, fn in interventions:
-        if isinstance(fn, EditHook):
-            yield hook, Listener("fwd", bodies.setdefault(fn.edit, LoweredBody(fn.edit)))
+        if isinstance(fn, Edit):
+            yield hook, Listener("fwd", bodies.setdefault(fn, LoweredBody(fn)))
         else:
             yield hook, Listener("fwd", Function(fn, hook, declared))
 
@@ -556,18 +551,13 @@ class ReplayedActivations(BodyActivations):
         self.result: Tensor | None = None
 
     def _reach(self, name: str) -> str:
-        hook = self._edit.names.find(name)
-        if hook not in self._edit.points:
-            raise ValueError(
-                f"the body asks for {hook.name}, which it did not when its points were found: "
-                f"{', '.join(point.name for point in self._edit.points)}. Name them all: trace_edit(fn, points=[...])"
-            )
+        hook = self._edit.find(name)
         if hook.name not in self._given:
             raise _PointNotReached
-        passed = list(self._given).index(hook.name) < self._at
-        if passed:
+        at = list(self._given).index(hook.name)
+        if at < self._at:
             raise PointPassedError(f"{hook.name} has passed. Ask for points in the model's order")
-        self._at = list(self._given).index(hook.name)
+        self._at = at
         return hook.name
 
     def _note(self, name: str) -> None:
@@ -581,7 +571,7 @@ class ReplayedActivations(BodyActivations):
 
     def __setitem__(self, name: str, value: Tensor) -> None:
         found = self._reach(name)
-        self._given[found] = checked(value, self._given[found], _ASSIGNED, self._edit.names.find(name))
+        self._given[found] = assigned(value, self._given[found], self._edit.find(name))
         self._note(found)
 
 

@@ -35,7 +35,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from adapters import imports as versions
 from adapters.imports import is_compiling
 from adapters.inputs import accepted_arguments, makes_decoder_tokens, past_of, takes, with_past_named
-from adapters.points import core_path
+from adapters.points import core_of
 from adapters.views import Kwargs
 from bridge import export as exporting
 from bridge.hooks.hooks import HookPoint
@@ -127,7 +127,7 @@ class Program(nn.Module):
     @property
     def core(self) -> PreTrainedModel:
         """The Hugging Face model among the module objects, without what wraps it (PEFT)."""
-        found = self.model.get_submodule(core_path(self.model))
+        found = core_of(self.model)
         assert isinstance(found, PreTrainedModel)
         return found
 
@@ -193,10 +193,8 @@ class Program(nn.Module):
         inputs = {name: given.pop(name) for name in self.inputs if name in given}
         checked = checked_inputs(self.inputs, inputs)
         self._check(input_ids, given)
-        if not hasattr(self.lowered.here, "program_pass"):
-            self.lowered.here.program_pass = (
-                None  # else compiled code would be made once more for each thread's first call
-            )
+        # Else compiled code would be made once more for each thread's first call.
+        vars(self.lowered.here).setdefault("program_pass", None)
         return self._run(input_ids, checked, self._with_mask(input_ids, given) if self.compiled else given)
 
     def _with_mask(self, input_ids: Tensor | None, given: Kwargs) -> Kwargs:
@@ -329,8 +327,7 @@ class Program(nn.Module):
             raise ValueError(
                 "a program around a PEFT model cannot generate: merge its weights first, merge_and_unload()"
             )
-        if not hasattr(self.lowered.here, "program_pass"):
-            self.lowered.here.program_pass = None
+        vars(self.lowered.here).setdefault("program_pass", None)
         return generating_model(self.core, self._run, checked_inputs(self.inputs, inputs))
 
     def compile(self, **options: Any) -> Program:  # type: ignore[override]

@@ -31,6 +31,7 @@ from adapters.inputs import (
 )
 from adapters.linear import input_device
 from adapters.points import learns_prompt
+from adapters.views import Kwargs
 from bridge.hooks.asked import StudiedBridge
 from bridge.hooks.context import CURRENT, HookFunction
 from bridge.hooks.hooks import HookPoint
@@ -209,7 +210,7 @@ class Request:
     attention_mask: Any = None  # an array becomes a tensor
     start_at_layer: int | None = None
     stop_at_layer: int | None = None
-    model_kwargs: dict[str, Any] = field(default_factory=dict)
+    model_kwargs: Kwargs = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.input, Tensor | str | list):
@@ -228,12 +229,12 @@ class Inputs:
         mask: ``[batch, pos]``, 1 for tokens and 0 for padding; None when nothing is padded.
     """
 
-    kwargs: dict[str, Any]
+    kwargs: Kwargs
     tokens: Tensor | None
     mask: Tensor | None
 
 
-#: Arguments of a bridge's other calls, for who gives them where they are not taken.
+#: Kwargs of a bridge's other calls, for who gives them where they are not taken.
 TAKEN_BY = {
     **dict.fromkeys(
         ("names_filter", "incl_bwd", "pos_slice", "device", "return_cache_object"),
@@ -352,7 +353,7 @@ def embeddings_given(bridge: StudiedBridge, input: Tensor, kwargs: Mapping[str, 
 
 
 def _taken_in(
-    bridge: RunnableBridge, asked: Request, kwargs: dict[str, Any], starts: bool
+    bridge: RunnableBridge, asked: Request, kwargs: Kwargs, starts: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """The tokens, and the mask, of text, tokens or embeddings, which are among the model's arguments then.
 
@@ -381,7 +382,7 @@ def _taken_in(
     return tokens, mask
 
 
-def _padded_as_known(core: nn.Module, mask: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+def _padded_as_known(core: nn.Module, mask: Tensor, kwargs: Kwargs) -> Tensor | None:
     """Puts the padding token that a model looks for in the place of what a mask says is padding; returns the tokens.
 
     A classifier reads its score where the last token is that is none, whatever the mask says.
@@ -403,7 +404,7 @@ def _padded_as_known(core: nn.Module, mask: Tensor, kwargs: dict[str, Any]) -> T
     return tokens
 
 
-def _check_further(bridge: RunnableBridge, kwargs: dict[str, Any], length: int, past: Any) -> None:
+def _check_further(bridge: RunnableBridge, kwargs: Kwargs, length: int, past: Any) -> None:
     """Refuses further arguments that do not fit the input."""
     if isinstance(decoder := kwargs.get("decoder_input_ids"), Tensor) and decoder.numel():
         check_ids(bridge.wiring.embedding, bridge.cfg, decoder, "decoder_input_ids")
@@ -412,7 +413,7 @@ def _check_further(bridge: RunnableBridge, kwargs: dict[str, Any], length: int, 
         check_zero_or_one("decoder_attention_mask", kwargs["decoder_attention_mask"])
 
 
-def _place(bridge: RunnableBridge, mask: Tensor, length: int, kwargs: dict[str, Any]) -> None:
+def _place(bridge: RunnableBridge, mask: Tensor, length: int, kwargs: Kwargs) -> None:
     """Says at which positions tokens are that are behind padding, where the model does not count so itself.
 
     Raises:
@@ -451,7 +452,7 @@ def _check_needed(core: nn.Module, taken: Takes, given: Collection[str]) -> None
             )
 
 
-def _take_first(bridge: RunnableBridge, taken: Takes, asked: Request, kwargs: dict[str, Any]) -> None:
+def _take_first(bridge: RunnableBridge, taken: Takes, asked: Request, kwargs: Kwargs) -> None:
     """Puts what was given first among the arguments: images or sound, or the decoder's tokens.
 
     Raises:
@@ -483,7 +484,7 @@ def _images_or_sound(
     bridge: RunnableBridge,
     taken: Takes,
     asked: Request,
-    kwargs: dict[str, Any],
+    kwargs: Kwargs,
 ) -> Inputs:
     """The arguments of a model whose first blocks read images or sound: tokens, where there are any, are its decoder's.
 
@@ -538,7 +539,7 @@ def _refuse_padding(bridge: RunnableBridge, mask: Tensor) -> None:
         )
 
 
-def _checked_mask(mask: Tensor, kwargs: dict[str, Any], length: int, past: Any) -> Tensor:
+def _checked_mask(mask: Tensor, kwargs: Kwargs, length: int, past: Any) -> Tensor:
     """The mask as whole numbers.
 
     Raises:
@@ -562,7 +563,7 @@ def _checked_mask(mask: Tensor, kwargs: dict[str, Any], length: int, past: Any) 
     return mask.long()
 
 
-def _decoder_tokens(bridge: RunnableBridge, kwargs: dict[str, Any]) -> Tensor | None:
+def _decoder_tokens(bridge: RunnableBridge, kwargs: Kwargs) -> Tensor | None:
     """What the decoder is given, as far as it is known: what the model makes itself is left to it.
 
     One that makes nothing is given its start token alone.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from adapters.views import Args, Call, Deferred, Kwargs
+from adapters.views.views import NO_CALL
 from bridge.hooks.arguments import BatchAxisError, check_positive
 from bridge.hooks.context import Listener, Scope, of_the_next_run
 from bridge.hooks.hooks import HookPoint
@@ -27,10 +28,6 @@ PosSlice = int | slice | tuple[int | None, ...] | Sequence[int] | None
 
 
 _AXES = ("pos", "decoder_pos", "key_pos", "decoder_key_pos")
-
-
-#: For views that do not look at the call.
-_NO_CALL = Call(nn.Identity(), (), {})
 
 
 class ActivationRecorder:
@@ -65,14 +62,14 @@ class ActivationRecorder:
         self.heads = heads or {}
         self.points = points
         self.pos_slice = pos_slice
-        self.device = device
+        self.device = None if device is None else torch.device(device)
         self.gradients = gradients
         self.check = check
         self.everything = everything
         self.values: dict[str, Any] = {}
         self.versions: list[tuple[str, Tensor, int]] = []
         self._edges: dict[HookPoint, tuple[GradientEdge, Tensor]] = {}
-        self._copies = None if device is None else CopiesToDevice(torch.device(device))
+        self._copied_from: set[torch.device] = set()
 
     @contextmanager
     def attached(self, wiring: Wiring) -> Iterator[Scope]:
@@ -116,7 +113,7 @@ class ActivationRecorder:
             now = place.at_once if self.everything else place.views
             if not place.views:
                 return
-        call = Call(module, args, kwargs).without_graph() if place.contextual else _NO_CALL
+        call = Call(module, args, kwargs).without_graph() if place.contextual else NO_CALL
         if self.everything and not inference:
             for name, view in place.waiting:
                 values[name] = Deferred(view, x, call)
@@ -127,7 +124,7 @@ class ActivationRecorder:
 
     def _read_all(self, place: ReadSite, x: Tensor, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """As `_keep_all`, of what is kept in part or elsewhere."""
-        call = Call(module, args, kwargs) if place.contextual else _NO_CALL
+        call = Call(module, args, kwargs) if place.contextual else NO_CALL
         x = x.detach() if x.requires_grad else x
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             for point in place.points:
@@ -146,10 +143,20 @@ class ActivationRecorder:
         value = act.detach() if isinstance(act, Tensor) and act.requires_grad else act
         value = self.heads[hook].of(value) if hook in self.heads else value
         value = picked_positions(value, self.pos_slice, hook)
-        if self._copies is not None and value.device != self._copies.device:
-            self.values[hook.name] = self._copies.copy(value)
+        if self.device is not None and value.device != self.device:
+            self.values[hook.name] = self._copy(value, self.device)
         else:
             self._keep(value, hook)
+
+    def _copy(self, x: Tensor, device: torch.device) -> Tensor:
+        """A copy that is made while the model goes on: from an accelerator into pinned memory of the host.
+
+        On the host it is complete in `finish`: nothing may read it before.
+        """
+        if x.device.type != "cuda" or device.type != "cpu":
+            return x.to(device, non_blocking=True)
+        self._copied_from.add(x.device)
+        return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
 
     def _edge(self, act: Tensor, hook: HookPoint) -> None:
         # The first is kept: of several separate consumers (see `Point.separate_consumers`), that is the query.
@@ -176,7 +183,7 @@ class ActivationRecorder:
         for (hook, (_, act)), gradient in zip(edges, gradients, strict=True):
             gradient = torch.zeros_like(act) if gradient is None else gradient
             gradient = picked_positions(gradient, self.pos_slice, hook)
-            self.values[f"{hook.name}_grad"] = gradient if self._copies is None else self._copies.copy(gradient)
+            self.values[f"{hook.name}_grad"] = gradient if self.device is None else self._copy(gradient, self.device)
 
     def finish(self, explicit: bool) -> dict[str, Any]:
         """The activations, by canonical name, in the order of the hook points; some of them a `Deferred`.
@@ -187,8 +194,9 @@ class ActivationRecorder:
         Raises:
             RuntimeError: one is not; or one was changed in place after it was recorded.
         """
-        if self._copies is not None:
-            self._copies.wait()
+        for device in self._copied_from:
+            torch.cuda.current_stream(device).synchronize()
+        self._copied_from.clear()
         if explicit and self.check:
             missing = [hook.name for hook in self.points if hook.name not in self.values]
             if missing:
@@ -211,33 +219,6 @@ class ActivationRecorder:
                     f"{name} was changed in place after it was recorded, by the model or by a hook; "
                     "its adapter has to declare that it is to be copied"
                 )
-
-
-class CopiesToDevice:
-    """Copies tensors to a device while the model goes on: from an accelerator into pinned memory of the host.
-
-    Nothing may read them before `wait`.
-
-    Args:
-        device: the device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._devices: set[torch.device] = set()
-
-    def copy(self, x: Tensor) -> Tensor:
-        """A copy there; on the host it is complete after `wait`."""
-        if x.device.type != "cuda" or self.device.type != "cpu":
-            return x.to(self.device, non_blocking=True)
-        self._devices.add(x.device)
-        return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
-
-    def wait(self) -> None:
-        """Waits until every copy is complete."""
-        for device in self._devices:
-            torch.cuda.current_stream(device).synchronize()
-        self._devices.clear()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -391,8 +391,13 @@ def points_that_run(
     start, stop = check_layers(
         forward_kwargs.get("start_at_layer"), forward_kwargs.get("stop_at_layer"), bridge.cfg.n_layers
     )
-    first, last = start if start is not None else -1, stop if stop is not None else bridge.cfg.n_layers + 1
-    return [hook for hook in points if first <= hook.point.depth < last]
+    depths = _depths(bridge, start, stop)
+    return [hook for hook in points if hook.point.depth in depths]
+
+
+def _depths(bridge: RunnableBridge, start: int | None, stop: int | None) -> range:
+    """The depths of the points that lie in the layers which run."""
+    return range(-1 if start is None else start, bridge.cfg.n_layers + 1 if stop is None else stop)
 
 
 def points_of_run(
@@ -425,15 +430,13 @@ def hooked(
     clear_contexts: bool,
 ) -> Iterator[None]:
     """Hooks for the runs inside a ``with`` statement: see `TransformerBridge.hooks`."""
-    check_specs("fwd_hooks", fwd_hooks)
-    check_specs("bwd_hooks", bwd_hooks)
     chosen: list[tuple[HookPoint, HookFunction, Kind, bool]] = []
-    for names, fn in fwd_hooks:
-        named = named_one_by_one(names)
-        chosen += [(hook, checked_function(hook, fn), "fwd", named) for hook in bridge.select_hooks(names)]
-    for names, fn in bwd_hooks:
-        named = named_one_by_one(names)
-        chosen += [(hook, checked_function(hook, fn), "bwd", named) for hook in bridge.select_hooks(names)]
+    both: tuple[tuple[Kind, Sequence[HookSpec]], ...] = (("fwd", fwd_hooks), ("bwd", bwd_hooks))
+    for kind, specs in both:
+        check_specs(f"{kind}_hooks", specs)
+        for names, fn in specs:
+            named = named_one_by_one(names)
+            chosen += [(hook, checked_function(hook, fn), kind, named) for hook in bridge.select_hooks(names)]
     try:
         if reset_hooks_end:
             scope = Scope()
@@ -459,10 +462,8 @@ def check_hooks_run(bridge: RunnableBridge, start: int | None, stop: int | None)
     Raises:
         ValueError: there is such a hook. (One that was added stays silent in the runs that leave its layer out.)
     """
-    first, last = start if start is not None else -1, stop if stop is not None else bridge.cfg.n_layers + 1
-    refuse_unreached_points(
-        bridge, lambda depth: first <= depth < last, f"start_at_layer={start}, stop_at_layer={stop}"
-    )
+    runs = _depths(bridge, start, stop).__contains__
+    refuse_unreached_points(bridge, runs, f"start_at_layer={start}, stop_at_layer={stop}")
 
 
 def refuse_unreached_points(

@@ -334,9 +334,9 @@ class TokenizerFacts:
         padded, masks = [], []
         for row in rows:
             gap = longest - len(row)
-            fill, ones, zeros = [self.pad] * gap, [1] * len(row), [0] * gap
-            padded.append([*fill, *row] if side == "left" else [*row, *fill])
-            masks.append([*zeros, *ones] if side == "left" else [*ones, *zeros])
+            before, behind = (gap, 0) if side == "left" else (0, gap)
+            padded.append([self.pad] * before + [*row] + [self.pad] * behind)
+            masks.append([0] * before + [1] * len(row) + [0] * behind)
         uneven = any(len(row) != longest for row in rows)
         tokens = torch.tensor(padded, dtype=torch.long).reshape(len(rows), longest)
         return Batch(tokens, torch.tensor(masks, dtype=torch.long) if uneven else None)
@@ -432,9 +432,9 @@ def to_tokens(
     longest = bridge.cfg.n_ctx if truncate else None
     if is_chat(input):
         tokens = _chat(bridge.tokenizer_facts.tokenizer, input, options.prepend_bos)[:, :longest]
-        return tokens.to(bridge.cfg.device) if move_to_device else tokens
-    texts = [input] if isinstance(input, str) else cast("Sequence[str]", input)
-    tokens = batch_of(bridge, texts, options._replace(longest=longest)).tokens
+    else:
+        texts = [input] if isinstance(input, str) else cast("Sequence[str]", input)
+        tokens = batch_of(bridge, texts, options._replace(longest=longest)).tokens
     return tokens.to(bridge.cfg.device) if move_to_device else tokens
 
 

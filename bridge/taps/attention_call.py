@@ -90,7 +90,7 @@ def of_queries(x: Tensor, chosen: QueryPositions | None) -> Tensor:
 def causal_mask(
     query: Shaped[Tensor, "batch head pos d_head"],
     key: Shaped[Tensor, "batch kv_head key_pos d_head"],
-    chosen: QueryPositions | None = None,
+    chosen: QueryPositions | None,
     offset: int = 0,
     window: int | None = None,
 ) -> Shaped[Tensor, "chosen key_pos"]:

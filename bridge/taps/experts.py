@@ -17,6 +17,7 @@ from torch import Tensor
 from adapters.feed_forward import first_projection, gate_and_up, has_gate, joined, stacked, width
 from adapters.observe.observe import CHOICES, LINEAR_PRODUCTS
 from adapters.views import Args, Call, Kwargs
+from bridge.hooks.modules import with_element
 from bridge.sharing import SharedExperts
 from bridge.taps.taps import CallWatch, RunCall, Tap, TappedCall
 
@@ -72,7 +73,7 @@ class ExpertsWatch(CallWatch):
 
     def __init__(self, tap: Tap, call: Call) -> None:
         super().__init__(RunCall(tap, call))
-        self._tap, self._call = tap, call
+        self._tap = tap
         self._ran: set[int] = set()
         self._first, self._stacked = first_projection(tap.module), stacked(tap.module)
         self._given: dict[int, Tensor] = {}
@@ -144,7 +145,7 @@ class ExpertsWatch(CallWatch):
         return func(*args, **kwargs) if self.shared is None else self.shared.made(func, args, kwargs)
 
     def _show(self, expert: int, channel: str, x: Tensor) -> Tensor:
-        return self._tap.show(f"{expert}.{channel}", x, self._call)
+        return self.shown.show(f"{expert}.{channel}", x)
 
     def show_idle_experts(self) -> None:
         """Shows the experts that did not run, without rows."""
@@ -158,8 +159,9 @@ class ExpertsWatch(CallWatch):
             if int(expert) not in self._ran:
                 shared = self._tap.shared.get(channel)
                 neurons = width(module) // (1 if shared is None else shared.parts)
-                size = self._call.input.shape[-1] if part in ("in", "out") else neurons
-                self._tap.show(channel, self._call.input.new_empty(0, size), self._call)
+                given = self.shown.call.input
+                size = given.shape[-1] if part in ("in", "out") else neurons
+                self.shown.show(channel, given.new_empty(0, size))
 
 
 def operands(args: tuple[object, ...], kwargs: Kwargs) -> tuple[Any, Any]:
@@ -193,7 +195,7 @@ class BatchedExpertsTap(Tap):
 
     def watched(self, *args: object, **kwargs: object) -> Any:
         """The module's forward when somebody listens."""
-        with _BatchesWatch(self, Call(self.module, args, kwargs)):
+        with _BatchesWatch(RunCall(self, Call(self.module, args, kwargs))):
             return self.original(*args, **kwargs)
 
 
@@ -203,13 +205,9 @@ _BATCHED_PRODUCTS = {torch.bmm, Tensor.bmm}
 class _BatchesWatch(CallWatch):
     """Shows what enters and leaves the two products of all experts while it is active."""
 
-    def __init__(self, tap: BatchedExpertsTap, call: Call) -> None:
-        super().__init__(RunCall(tap, call))
-        self._tap, self._call = tap, call
-
     def call(self, func: Callable[..., Any], args: tuple[object, ...], kwargs: Kwargs) -> Any:
         """Shows what enters and leaves the products."""
-        module: Any = self._tap.module
+        module: Any = self.shown.module
         if func not in _BATCHED_PRODUCTS:
             return func(*args, **kwargs)
         x, weight = operands(args, kwargs)
@@ -222,12 +220,12 @@ class _BatchesWatch(CallWatch):
 
     def _each(self, part: str, x: Any) -> Tensor:
         """Shows the rows of each expert that somebody listens to."""
-        active = [e for e in range(len(x)) if self._tap.active_points((f"{e}.{part}",))]
+        active = [e for e in range(len(x)) if self.shown.active_points((f"{e}.{part}",))]
         if not active:
             return x
         rows = list(x.unbind(0))
         for e in active:
-            rows[e] = self._tap.show(f"{e}.{part}", rows[e], self._call)
+            rows[e] = self.shown.show(f"{e}.{part}", rows[e])
         return torch.stack(rows)
 
 
@@ -296,4 +294,4 @@ class RouterWatch(CallWatch):
         chosen = output[place]
         everyone = chosen.new_zeros(*chosen.shape[:-1], self._n_experts).scatter(-1, indices, chosen)
         shown = self.shown.show("weights", everyone).gather(-1, indices)
-        return type(output)((*output[:place], shown, *output[place + 1 :]))
+        return with_element(output, place, shown)

@@ -13,8 +13,7 @@ from torch.nn.functional import silu
 
 from adapters.mixers import FUNCTIONS, ONE_STEP, FunctionTensor, functions_of
 from adapters.views import Args, Call, Kwargs
-from bridge.hooks.context import CURRENT, ForwardPass
-from bridge.taps.taps import PatchedFunction, Tap, calling_instead
+from bridge.taps.taps import PatchedFunction, RunCall, Tap, calling_instead
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The states of a mixer's recurrence, one position after the other, by the model's own function for one step.
@@ -236,23 +235,19 @@ class RecurrenceTap(Tap):
         return output
 
 
-class _MixerCall:
-    """Shows what one call of a mixer computes.
+class _MixerCall(RunCall):
+    """Shows what one call of a mixer computes."""
 
-    Args:
-        tap: whose hook points it is shown to.
-        call: the call.
-    """
+    tap: RecurrenceTap
 
     def __init__(self, tap: RecurrenceTap, call: Call) -> None:
-        self._tap, self._call = tap, call
-        self._run: ForwardPass | None = CURRENT.get().run
+        super().__init__(tap, call)
         self._length = call.input.shape[1]
         self._seen: set[str] = set()
 
     def instead(self, own: Callable[..., Any], name: str, args: Args, kwargs: Kwargs) -> Any:
         """What is called in place of a function of the mixer's."""
-        if CURRENT.get().run is not self._run:
+        if self.in_user_function:
             return own(*args, **kwargs)
         given = inspect.signature(own).bind(*args, **kwargs)
         for seen in FUNCTIONS[name]:
@@ -270,7 +265,7 @@ class _MixerCall:
     def _gate_behind(self, name: str, given: inspect.BoundArguments) -> Tensor | None:
         """The gate that a function is not to apply, since what is shown comes before it."""
         for seen in FUNCTIONS[name]:
-            if seen.gate is not None and self._tap.active_points((seen.channel,)):
+            if seen.gate is not None and self.active_points((seen.channel,)):
                 gate: Tensor | None = given.arguments.pop(seen.gate, None)
                 return gate
         return None
@@ -278,14 +273,14 @@ class _MixerCall:
     def _show(self, seen: FunctionTensor, x: Tensor) -> Tensor:
         """Shows an argument or a result, and returns what is made of it."""
         self._seen.add(seen.channel)
-        if not self._tap.active_points((seen.channel,)):
+        if not self.active_points((seen.channel,)):
             return x
         same = seen.axes.endswith(" _")
         axes = seen.axes.removesuffix(" _")
         whole = rearrange(x[..., 0] if same else x, f"{axes} -> {seen.shown}")
         past = whole.shape[1] - self._length  # of a convolution that is given the last positions of a past
         shown = whole[:, past:]
-        new = self._tap.show(seen.channel, shown, self._call)
+        new = self.show(seen.channel, shown)
         if new is shown:
             return x
         new = torch.cat([whole[:, :past], new], dim=1) if past else new
@@ -294,21 +289,21 @@ class _MixerCall:
 
     def _through_states(self, own: Callable[..., Any], name: str, given: inspect.BoundArguments) -> Any:
         """What the function returns; with other states, where somebody changes them."""
-        if name not in RECURRENCES or not self._tap.active_points(("state",)):
+        if name not in RECURRENCES or not self.active_points(("state",)):
             return own(*given.args, **given.kwargs)
         self._refuse_gradients()
         self._seen.add("state")
-        one = self._tap.namespace[ONE_STEP.get(name, name)]
+        one = self.tap.namespace[ONE_STEP.get(name, name)]
         one = one.own if isinstance(one, PatchedFunction) else one
         arguments = {**given.arguments, **given.arguments.get("kwargs", {})}
         arguments.pop("kwargs", None)
         recurrence = RECURRENCES[name](arguments, one)
         before = states_of(recurrence)
-        new = self._tap.show("state", before, self._call)
+        new = self.show("state", before)
         return own(*given.args, **given.kwargs) if new is before else with_states(recurrence, before, new)
 
     def _refuse_gradients(self) -> None:
-        for point in self._tap.active_points(("state",)):
+        for point in self.active_points(("state",)):
             if any(listener.kind in ("bwd", "edge") for listener in point.visible_listeners()):
                 raise RuntimeError(
                     f"{point.name} has no gradient: the model's output does not go through these states but through "
@@ -321,11 +316,11 @@ class _MixerCall:
         Raises:
             RuntimeError: it was not.
         """
-        missed = [channel for channel in self._tap.points if channel not in self._seen]
-        points = self._tap.active_points(missed)
+        missed = [channel for channel in self.tap.points if channel not in self._seen]
+        points = self.active_points(missed)
         if points:
             names = ", ".join(point.name for point in points)
             raise RuntimeError(
-                f"{type(self._tap.module).__name__} ran without the functions in which {names} can be seen "
+                f"{type(self.module).__name__} ran without the functions in which {names} can be seen "
                 "(a fused kernel did it all): use model.eval(), or load the model without kernels"
             )

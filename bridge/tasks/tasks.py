@@ -7,7 +7,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
@@ -409,15 +408,6 @@ NOUNS = ("war", "siege", "trial", "voyage", "treaty", "reign", "drought", "strik
 TEMPLATE = "The {noun} lasted from the year {century}{years} to the year {century}"
 
 
-class _Row(NamedTuple):
-    """A pair of prompts; `year` is what the number behind it is compared with."""
-
-    clean: list[int]
-    corrupted: list[int]
-    year: int
-    texts: tuple[str, str]
-
-
 @refuse_wrong_types
 def greater_than(source: Source, n: int, seed: int = 0, prepend_bos: bool | None = None) -> NumberPairs:
     """Prompts like "The war lasted from the year 1732 to the year 17", which a later year has to follow.
@@ -438,7 +428,8 @@ def greater_than(source: Source, n: int, seed: int = 0, prepend_bos: bool | None
     """
     check_positive("n", n)
     encoder = Encoder(source, prepend_bos)
-    rows: list[_Row] = []
+    rows: list[Row] = []
+    years: list[int] = []  # what the number behind each prompt is compared with
     places = [(noun, century, year) for noun in NOUNS for century in range(11, 19) for year in range(2, 99)]
     random.Random(seed).shuffle(places)
     width = _width(encoder)
@@ -451,16 +442,23 @@ def greater_than(source: Source, n: int, seed: int = 0, prepend_bos: bool | None
         texts = [TEMPLATE.format(noun=noun, century=century, years=f"{y:02}") for y in (year, 1)]
         clean, corrupted = map(encoder.prompt, texts)
         following = _following(encoder, texts[0], clean, width)
-        if following is None or len(corrupted) != len(clean) or (rows and len(clean) != len(rows[0].clean)):
+        if following is None or len(corrupted) != len(clean) or (rows and len(clean) != len(rows[0][0])):
             continue
         numbers = following if numbers is None else numbers
         if following == numbers and _ends_in(encoder, texts[0], clean, width, numbers, year):
-            rows.append(_Row(clean, corrupted, year if width == 2 else year // 10, (texts[0], texts[1])))
+            years.append(at := year if width == 2 else year // 10)
+            rows.append((clean, corrupted, numbers[at + 1], numbers[at - 1], (texts[0], texts[1])))
     if len(rows) < n or numbers is None:
         raise ValueError(
             f"n is {n}; this tokenizer splits the years of all but {len(rows)} prompts otherwise than others"
         )
-    return _pairs(rows, numbers, width, encoder)
+    compared, every = torch.tensor(years)[:, None], torch.arange(len(numbers))[None]
+    return NumberPairs(
+        **vars(paired(rows, encoder.device)),
+        numbers=torch.tensor(numbers, device=encoder.device),
+        larger=every > compared,
+        smaller=every <= compared if width == 2 else every < compared,
+    )
 
 
 def _following(encoder: Encoder, text: str, ids: list[int], width: int) -> list[int] | None:
@@ -468,23 +466,6 @@ def _following(encoder: Encoder, text: str, ids: list[int], width: int) -> list[
     found = [encoder.next_id(text, ids, f"{number:0{width}}") for number in range(10**width)]
     known = [number for number in found if number is not None]
     return known if len(known) == len(found) else None
-
-
-def _pairs(rows: list[_Row], numbers: list[int], width: int, encoder: Encoder) -> NumberPairs:
-    """The prompts, with the numbers that are right in each."""
-    clean, corrupted_ids, years, texts = zip(*rows, strict=True)
-    at, every = torch.tensor(years)[:, None], torch.arange(len(numbers))[None]
-    smaller = every <= at if width == 2 else every < at
-    return NumberPairs(
-        clean=torch.tensor(list(clean), device=encoder.device),
-        corrupted=torch.tensor(list(corrupted_ids), device=encoder.device),
-        answers=torch.tensor([numbers[year + 1] for year in years], device=encoder.device),
-        wrong=torch.tensor([numbers[year - 1] for year in years], device=encoder.device),
-        texts=texts,
-        numbers=torch.tensor(numbers, device=encoder.device),
-        larger=every > at,
-        smaller=smaller,
-    )
 
 
 def _width(encoder: Encoder) -> int:

@@ -18,19 +18,18 @@ from torch._subclasses.fake_tensor import (
 
 from adapters.feed_forward import width
 from adapters.points import base_path, join, module_at
-from bridge.hooks.context import Listener, OpenTrace, without_hooks
-from bridge.hooks.hooks import HookPoint, checked
+from bridge.hooks.context import OpenTrace, without_hooks
+from bridge.hooks.hooks import HookPoint
 from bridge.hooks.modules import first_parameter
 from bridge.hooks.names import Names, UnknownHookError, suggestion
 from bridge.interventions.operations import Index
 from bridge.run.inputs import Input, Request, RunnableBridge, check_arguments
 from bridge.run.recorder import watching
 from bridge.run.run import PreparedPass, checked_layers, points_that_run
+from bridge.trace.coroutine import assigned
 from bridge.trace.edit import BodyActivations
 from bridge.trace.stops import Asked, PointPart, Stop, Stops
 
-#: For the errors of `checked`.
-_ASSIGNED = Listener("fwd", lambda act, hook: None)
 #: The hook point at which the tensor that a part is given, or returns, is seen.
 _AT_POINT = {"input": "hook_in", "output": "hook_out"}
 ModuleInputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -83,7 +82,7 @@ class Access(OpenTrace, BodyActivations):
         """
         hook = self.bridge.names.find(name)
         stop = self.reach(hook)
-        checked(value, stop.value, _ASSIGNED, hook)
+        assigned(value, stop.value, hook)
         stop.replace(value)
 
     def part(self, name: str, *, heads: Index = None, queries: Index = None, keys: Index = None) -> Tensor:
@@ -147,16 +146,14 @@ class Access(OpenTrace, BodyActivations):
 
     def seen_of_part(self, part: str, what: str) -> Any:
         """What a part of the bridge is given or returns: at its hook point where it has one, else its module's."""
-        hook = self._hook_of(part, _AT_POINT[what]) if what in _AT_POINT else None
-        if hook is not None:
+        if (hook := self._hook_of(part, what)) is not None:
             return self[hook]
         found = getattr(self.module(self._module_of(part)), what)
         return _first_tensor(found, part) if what == "output" else found
 
     def set_for_part(self, part: str, what: str, value: Any) -> None:
         """Replaces it."""
-        hook = self._hook_of(part, _AT_POINT[what]) if what in _AT_POINT else None
-        if hook is not None:
+        if (hook := self._hook_of(part, what)) is not None:
             self[hook] = value
         else:
             setattr(self.module(self._module_of(part)), what, value)
@@ -177,9 +174,9 @@ class Access(OpenTrace, BodyActivations):
             if name.startswith(part + ".")
         )
 
-    def _hook_of(self, part: str, which: str) -> str | None:
+    def _hook_of(self, part: str, what: str) -> str | None:
         try:
-            return self.bridge.names.find(f"{part}.{which}").name
+            return self.bridge.names.find(f"{part}.{_AT_POINT[what]}").name if what in _AT_POINT else None
         except UnknownHookError:
             return None
 
@@ -202,8 +199,8 @@ class Access(OpenTrace, BodyActivations):
                     break
                 if inside in paths:
                     return join(block, paths[inside])
-        for which, kind in (("hook_in", "input"), ("hook_out", "output")):
-            hook = self._hook_of(part, which)
+        for kind in _AT_POINT:
+            hook = self._hook_of(part, kind)
             site = None if hook is None else self.bridge.names.find(hook).point.site
             if site is not None and site.kind == kind and self._is_all_of(site.path, part):
                 return site.path

@@ -22,7 +22,8 @@ from torch.utils import _python_dispatch as dispatch
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.utils import ModelOutput
 
-from bridge.hooks.hooks import changed_in_place, version_of
+from bridge.hooks.context import Listener
+from bridge.hooks.hooks import HookPoint, changed_in_place, checked, version_of
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What torch keeps for each thread, kept apart for the two sides of a trace, which take turns on one thread.
@@ -88,47 +89,42 @@ _n_functions, _n_operators = torch._C._len_torch_function_stack, torch._C._len_t
 _packing = torch._C._autograd._top_saved_tensors_default_hooks
 
 
-class Switchboard:
-    """Exchanges the state of the two sides when they take turns and it is not the same.
+def exchange(now: TorchState, wanted: TorchState, guard: Any, last: bool = False) -> Any:
+    """Puts one side's state in the place of the other's, where it is not the same.
 
-    Attributes:
-        guard: what keeps one side in another inference mode, which has to be ended at the next turn; None: nothing.
+    Args:
+        now: the state of the side that waits from now on.
+        wanted: the state of the side that goes on.
+        guard: what this returned the last time.
+        last: there will be no further turn.
+
+    Returns:
+        What keeps the side in another inference mode, which has to be ended at the next turn (it is of torch's own
+        class); None: nothing.
     """
-
-    def __init__(self) -> None:
-        self.guard: Any = None  # of torch's own class for inference mode
-
-    def exchange(self, now: TorchState, wanted: TorchState, last: bool = False) -> None:
-        """Puts one side's state in the place of the other's.
-
-        Args:
-            now: the state of the side that waits from now on.
-            wanted: the state of the side that goes on.
-            last: there will be no further turn.
-        """
-        if self.guard is not None:
-            # It was entered when the side that now goes on was left, and restores all that was there then.
-            self.guard.__exit__(None, None, None)
-            self.guard = None
-            now = TorchState.now()
-        if now == wanted:
-            return
-        _replace_modes(now, wanted)
-        if now.inference != wanted.inference:
-            self.guard = torch._C._InferenceMode(wanted.inference)
-            self.guard.__enter__()
-            if last:  # it must never be left: the side that stays leaves its own
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.guard))
-                self.guard = None
-        torch._C._set_grad_enabled(wanted.grad)
-        if now.autocast != wanted.autocast or now.autocast_cache != wanted.autocast_cache:
-            torch.clear_autocast_cache()
-            on_cpu, cpu_type, on_cuda, cuda_type = wanted.autocast
-            torch.set_autocast_enabled("cpu", on_cpu)
-            torch.set_autocast_dtype("cpu", cpu_type)
-            torch.set_autocast_enabled("cuda", on_cuda)
-            torch.set_autocast_dtype("cuda", cuda_type)
-            torch.set_autocast_cache_enabled(wanted.autocast_cache)
+    if guard is not None:
+        # It was entered when the side that now goes on was left, and restores all that was there then.
+        guard.__exit__(None, None, None)
+        guard, now = None, TorchState.now()
+    if now == wanted:
+        return None
+    _replace_modes(now, wanted)
+    if now.inference != wanted.inference:
+        guard = torch._C._InferenceMode(wanted.inference)
+        guard.__enter__()
+        if last:  # it must never be left: the side that stays leaves its own
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(guard))
+            guard = None
+    torch._C._set_grad_enabled(wanted.grad)
+    if now.autocast != wanted.autocast or now.autocast_cache != wanted.autocast_cache:
+        torch.clear_autocast_cache()
+        on_cpu, cpu_type, on_cuda, cuda_type = wanted.autocast
+        torch.set_autocast_enabled("cpu", on_cpu)
+        torch.set_autocast_dtype("cpu", cpu_type)
+        torch.set_autocast_enabled("cuda", on_cuda)
+        torch.set_autocast_dtype("cuda", cuda_type)
+        torch.set_autocast_cache_enabled(wanted.autocast_cache)
+    return guard
 
 
 def _replace_modes(now: TorchState, wanted: TorchState) -> None:
@@ -203,17 +199,8 @@ class _Worker(NamedTuple):
         return True
 
 
-class _Idle(threading.local):
-    """A thread's greenlet that waits for its next piece of work: the frames of a new one need pages from the system.
-
-    Attributes:
-        worker: the greenlet; None where it is at work, or there is none yet.
-    """
-
-    worker: _Worker | None = None
-
-
-_IDLE = _Idle()
+#: Each thread's `worker` that waits for its next piece of work: the frames of a new one need pages from the system.
+_IDLE = threading.local()
 
 
 def _serve(next_work: list[Callable[[], None]]) -> None:
@@ -245,7 +232,7 @@ class Coroutine:
         self._greenlet: greenlet | None = None
         self._worker: _Worker | None = None
         self._state = TorchState.now()
-        self._switchboard = Switchboard()
+        self._guard: Any = None  # see `exchange`
         self._leaving = False
         self.finished = False
 
@@ -270,17 +257,17 @@ class Coroutine:
                 "a trace goes on in the thread that began it; hand the values to another thread, not the trace"
             )
         worker = self._begin() if self._greenlet is None else self._greenlet
-        switchboard, mine = self._switchboard, TorchState.now()
-        if mine != self._state or switchboard.guard is not None:
-            switchboard.exchange(mine, self._state)
+        mine = TorchState.now()
+        if mine != self._state or self._guard is not None:
+            self._guard = exchange(mine, self._state, self._guard)
         worker.parent = getcurrent()
         try:
             worker.switch()
         finally:
             self.finished = self.finished or worker.dead
             self._state = TorchState.now()
-            if mine != self._state or switchboard.guard is not None:
-                switchboard.exchange(self._state, mine, last=self.finished)
+            if mine != self._state or self._guard is not None:
+                self._guard = exchange(self._state, mine, self._guard, last=self.finished)
             if self.finished:
                 self._give_back()
 
@@ -302,7 +289,8 @@ class Coroutine:
             self.resume()
 
     def _begin(self) -> greenlet:
-        idle, _IDLE.worker = _IDLE.worker, None
+        idle: _Worker | None = getattr(_IDLE, "worker", None)
+        _IDLE.worker = None
         worker = self._worker = idle if idle is not None and idle.has_room() else _Worker.new()
         worker.next_work.append(self._do)
         worker.greenlet.gr_context = self._context
@@ -347,23 +335,21 @@ class LateEditError(RuntimeError):
     """A value of a trace was changed in place after the model had used it."""
 
 
-class Line:
+class Line(NamedTuple):
     """A line of the user's that asked for something; it is looked up when an error names it.
 
-    Args:
+    Attributes:
         code: of the function.
         at: which instruction of it.
     """
 
-    __slots__ = ("_at", "_code")
-
-    def __init__(self, code: CodeType, at: int) -> None:
-        self._code, self._at = code, at
+    code: CodeType
+    at: int
 
     def __str__(self) -> str:
-        number = next((line for start, end, line in self._code.co_lines() if start <= self._at < end), None)
-        text = linecache.getline(self._code.co_filename, number or 0).strip()
-        return f"{os.path.basename(self._code.co_filename)}:{number}" + (f": {text}" if text else "")
+        number = next((line for start, end, line in self.code.co_lines() if start <= self.at < end), None)
+        text = linecache.getline(self.code.co_filename, number or 0).strip()
+        return f"{os.path.basename(self.code.co_filename)}:{number}" + (f": {text}" if text else "")
 
 
 def calling_line() -> Line:
@@ -433,6 +419,14 @@ class EditableCopy:
             if isinstance(leaf, Tensor) and (leaf.requires_grad or changed_in_place(leaf, version)):
                 return True
         return False
+
+
+_ASSIGNED = Listener("fwd", lambda act, hook: None)
+
+
+def assigned(value: object, old: Tensor, hook: HookPoint) -> Tensor:
+    """What a body has assigned, if it can take the place of the activation (see `checked`)."""
+    return checked(value, old, _ASSIGNED, hook)
 
 
 class LateEditGuard:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, overload
 
 import torch
 from torch import Tensor
 
-from bridge.hooks.context import CURRENT, Listener, RunsWithPass
-from bridge.hooks.hooks import HookPoint, checked, replaces_activation, version_of
+from bridge.hooks.context import CURRENT, HookFunction, RunsWithPass
+from bridge.hooks.hooks import HookPoint, replaces_activation, version_of
 from bridge.hooks.names import Names
 from bridge.interventions.operations import Index
-from bridge.trace.coroutine import Coroutine, LateEditGuard, PointPassedError, mapped
-
-_ASSIGNED = Listener("fwd", lambda act, hook: None)
+from bridge.trace.coroutine import Coroutine, LateEditGuard, PointPassedError, assigned, mapped
 
 
 class BodyActivations:
@@ -40,25 +38,57 @@ class BodyActivations:
 TraceBody = Callable[[BodyActivations], object]
 
 
-class EditHook:
-    """The hook function at every point of an edit.
+class Edit(Sequence[tuple[str, HookFunction]]):
+    """A body as hooks: pairs of a hook point's name and a function, as `hooks` and `run_with_hooks` take them.
+
+    The function is the edit itself. In each forward pass the body runs once, in step with the model, as in a trace.
 
     Args:
-        edit: the edit.
+        names: of the bridge.
+        body: the body.
+        points: the hook points that it asks for.
 
     Attributes:
-        in_run: hooks are told in which run they are (see `Listener`).
+        in_run: it is told in which run it is (see `Listener`).
     """
 
     in_run = True
 
-    def __init__(self, edit: Edit) -> None:
-        self.edit = edit
+    def __init__(self, names: Names, body: TraceBody, points: Sequence[HookPoint]) -> None:
+        self.names, self.body = names, body
+        self.points = tuple(sorted(dict.fromkeys(points), key=lambda hook: hook.order))
 
     def __repr__(self) -> str:
-        return f"EditHook({self.edit!r})"
+        name = getattr(self.body, "__name__", repr(self.body))
+        return f"Edit({name} at {', '.join(point.name for point in self.points)})"
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[str, HookFunction]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[tuple[str, HookFunction]]: ...
+    def __getitem__(self, index: int | slice) -> tuple[str, HookFunction] | Sequence[tuple[str, HookFunction]]:
+        return [(point.name, self) for point in self.points][index]
+
+    def find(self, name: str) -> HookPoint:
+        """One of its hook points.
+
+        Raises:
+            UnknownHookError: no hook point has this name.
+            ValueError: it is none of its own.
+        """
+        hook = self.names.find(name)
+        if hook not in self.points:
+            raise ValueError(
+                f"the body asks for {hook.name}, which it did not when its points were found: "
+                f"{', '.join(point.name for point in self.points)}. Name them all: trace_edit(fn, points=[...])"
+            )
+        return hook
 
     def __call__(self, act: Tensor, hook: HookPoint) -> Tensor | None:
+        """The hook function at each of its points."""
         context = CURRENT.get()
         if context.run is None:
             raise RuntimeError(
@@ -66,50 +96,12 @@ class EditHook:
                 "the bridge, or the whole model"
             )
         step = None if context.generation is None else context.generation.step
-        before = context.run.bodies.get(self.edit)
-        if isinstance(before, BodyInStep) and before.step == step:
-            return before.visit(hook, act)
-        if before is not None:
-            before.end()
-        body = BodyInStep(self.edit, step)
-        context.run.bodies[self.edit] = body
+        body = context.run.bodies.get(self)
+        if not (isinstance(body, BodyInStep) and body.step == step):
+            if body is not None:
+                body.end()
+            body = context.run.bodies[self] = BodyInStep(self, step)
         return body.visit(hook, act)
-
-
-class Edit(Sequence[tuple[str, EditHook]]):
-    """A body as hooks: pairs of a hook point's name and a function, as `hooks` and `run_with_hooks` take them.
-
-    In each forward pass the body runs once, in step with the model, as in a trace.
-
-    Args:
-        names: of the bridge.
-        body: the body.
-        points: the hook points that it asks for.
-    """
-
-    def __init__(self, names: Names, body: TraceBody, points: Sequence[HookPoint]) -> None:
-        self.names, self.body = names, body
-        self.points = tuple(sorted(dict.fromkeys(points), key=lambda hook: hook.order))
-        self._specs: tuple[tuple[str, EditHook], ...] = ()
-        hook = EditHook(self)
-        self._specs = tuple([(point.name, hook) for point in self.points])
-
-    def __repr__(self) -> str:
-        name = getattr(self.body, "__name__", repr(self.body))
-        return f"Edit({name} at {', '.join(point.name for point in self.points)})"
-
-    def __len__(self) -> int:
-        return len(self._specs)
-
-    @overload
-    def __getitem__(self, index: int) -> tuple[str, EditHook]: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[tuple[str, EditHook]]: ...
-    def __getitem__(self, index: int | slice) -> tuple[str, EditHook] | Sequence[tuple[str, EditHook]]:
-        return self._specs[index]
-
-    def __iter__(self) -> Iterator[tuple[str, EditHook]]:
-        return iter(self._specs)
 
 
 class BodyInStep(RunsWithPass, BodyActivations):
@@ -175,14 +167,9 @@ class BodyInStep(RunsWithPass, BodyActivations):
     # The body's side.
 
     def _reach(self, name: str) -> HookPoint:
-        hook = self.edit.names.find(name)
+        hook = self.edit.find(name)
         if hook is self._here:
             return hook
-        if hook not in self.edit.points:
-            raise ValueError(
-                f"the body asks for {hook.name}, which it did not when its points were found: "
-                f"{', '.join(point.name for point in self.edit.points)}. Name them all: trace_edit(fn, points=[...])"
-            )
         if hook in self._passed:
             at = "" if self._here is None else f": the model is at {self._here.name}"
             raise PointPassedError(f"{hook.name} has passed{at}. Ask for points in the model's order")
@@ -199,7 +186,7 @@ class BodyInStep(RunsWithPass, BodyActivations):
     def __setitem__(self, name: str, value: Tensor) -> None:
         hook = self._reach(name)
         assert self._value is not None
-        self._value = checked(value, self._value, _ASSIGNED, hook)
+        self._value = assigned(value, self._value, hook)
 
 
 class _AskedFor(BodyActivations):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
-from transformers import StoppingCriteria
 from transformers.utils import ModelOutput
 
+from adapters.views import Args, Kwargs
 from bridge.generation.generation import generating, run_generate
 from bridge.generation.options import GenerationOptions, Steps, aligned, prepared, rows_of, texts_of
 from bridge.hooks.context import CURRENT, Generation, Listener, of_the_next_run
@@ -19,7 +18,7 @@ from bridge.run.inputs import Input, RunnableBridge
 from bridge.trace.access import Access
 from bridge.trace.coroutine import Coroutine
 from bridge.trace.edit import EveryStep, InPlaceEdit, apply
-from bridge.trace.stops import Asked, ModelOrder, PointPart, Stop, Stops
+from bridge.trace.stops import Asked, ModelOrder, PointPart, Stop
 from bridge.trace.trace import InStep
 from bridge.wiring.compiled import uncompiled
 
@@ -35,7 +34,7 @@ class GenerationTrace(InStep):
         input, arguments: as for `TransformerBridge.generate`.
     """
 
-    def __init__(self, bridge: RunnableBridge, places: ModelOrder, input: Input, arguments: dict[str, Any]) -> None:
+    def __init__(self, bridge: RunnableBridge, places: ModelOrder, input: Input, arguments: Kwargs) -> None:
         for name in _NOT_HERE:
             if name in arguments:
                 raise TypeError(f"{name} is an argument of generate; a traced generation has run.tokens and run.text")
@@ -64,14 +63,19 @@ class GenerationTrace(InStep):
     def _work(self) -> None:
         """The model's side."""
         # Ours comes before the one that counts, so that a step ends before the next number is said.
-        self._arguments["stopping_criteria"].insert(0, _StepEnds(self.stops))
+        self._arguments["stopping_criteria"].insert(0, self._step_ends)
         self._arguments["stopping_criteria"].append(self._steps)
         model = self.bridge.original_model
         with of_the_next_run(self.scope), generating(self.bridge, self._generation, self._prompt), uncompiled(model):
             made = run_generate(self.bridge, self._prompt, self._arguments)
         self._sequences = made["sequences"] if isinstance(made, ModelOutput) else made
 
-    def _pass_begins(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _step_ends(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
+        """A stopping criterion, which ends no row: a step has ended."""
+        self.stops.end_step()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+    def _pass_begins(self, module: nn.Module, args: Args) -> None:
         """A forward hook: a forward pass begins."""
         step = self._generation.step
         if self.scope in CURRENT.get().visible and self._wanted is not None and step >= self._wanted:
@@ -215,14 +219,3 @@ class _CurrentStep(GenerationStep):
 
     def reach(self, asked: Asked) -> Stop:
         return self._run.reach_now(asked)
-
-
-class _StepEnds(StoppingCriteria):
-    """Says that a step has ended. It ends no row."""
-
-    def __init__(self, stops: Stops) -> None:
-        self._stops = stops
-
-    def __call__(self, input_ids: Tensor, scores: Tensor | tuple[Tensor, ...] | None, **kwargs: object) -> Tensor:
-        self._stops.end_step()
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)

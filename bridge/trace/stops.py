@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from adapters.points import module_at
+from adapters.views import Args, Kwargs
 from bridge.hooks.context import CURRENT, Listener, Scope
-from bridge.hooks.hooks import HookPoint, changed_in_place, checked, replaces_activation, version_of
+from bridge.hooks.hooks import HookPoint, changed_in_place, replaces_activation, version_of
 from bridge.interventions.touching import Touching
 from bridge.trace.coroutine import (
     Coroutine,
@@ -22,6 +23,7 @@ from bridge.trace.coroutine import (
     Line,
     PointNeverCameError,
     PointPassedError,
+    assigned,
     calling_line,
     leaves,
     mapped,
@@ -166,25 +168,27 @@ class PointPart:
     chosen: Mapping[str, Any]
 
 
-#: For the errors of `checked`.
-_SHOWN_TO_BODY = Listener("follow", lambda act, hook: None)
 #: What a trace can be asked for: a hook point, or a part of one, or a module's inputs or output.
 Asked = HookPoint | PointPart | tuple[str, str]
 
 
+@dataclass(eq=False, slots=True)
 class Stop:
     """One place where the model waits.
 
-    Args:
+    Attributes:
         asked: what was asked for.
         place: where that is.
         line: where it was asked for.
         value: what is shown.
+        replaced: something was put in its place.
     """
 
-    def __init__(self, asked: Asked | None, place: PlaceInOrder, line: Line, value: Any) -> None:
-        self.asked, self.place, self.line, self.value = asked, place, line, value
-        self.replaced = False
+    asked: Asked | None
+    place: PlaceInOrder
+    line: Line
+    value: Any
+    replaced: bool = False
 
     def replace(self, value: Any) -> None:
         """Puts something in the place of what is shown."""
@@ -208,7 +212,7 @@ class Stops:
         late_edits: the values that were shown and that the model has used since.
     """
 
-    def __init__(self, wiring: Wiring, scope: Scope, places: ModelOrder, captured: Iterable[HookPoint] = ()) -> None:
+    def __init__(self, wiring: Wiring, scope: Scope, places: ModelOrder, captured: Iterable[HookPoint]) -> None:
         self._wiring, self._scope, self._places = wiring, scope, places
         self.captured = tuple(captured)
         self.here: Stop | None = None
@@ -382,10 +386,11 @@ class Stops:
 
     # The model's side.
 
-    def _stop_at(self, value: Any) -> Stop:
-        """Waits until the body has had its turn."""
+    def _stop_at(self, value: Any, end: PlaceInOrder | None = None) -> Stop:
+        """Waits until the body has had its turn; at an end behind which what it waits for does not come."""
         assert self._waiting is not None and self.coroutine is not None
-        stop = self.here = Stop(*self._waiting, value)
+        asked, place, line = self._waiting
+        stop = self.here = Stop(asked, place, line, value) if end is None else Stop(("", ""), end, line, value)
         self._waiting = None
         try:
             self.coroutine.pause()
@@ -406,7 +411,7 @@ class Stops:
         if new is given:  # which may have been assigned to itself: run[name] *= 2
             self.late_edits.add(given, hook.name)
         if replaced:
-            new = checked(new, act, _SHOWN_TO_BODY, hook).clone()
+            new = assigned(new, act, hook).clone()
         if captured:
             self.kept[hook] = new
         if new.requires_grad:
@@ -431,12 +436,10 @@ class Stops:
     def _is_awaited(self, asked: Asked) -> bool:
         return self._waiting is not None and self._waiting[0] == asked and self._scope in CURRENT.get().visible
 
-    def _on_output(self, asked: tuple[str, str], module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _on_output(self, asked: tuple[str, str], module: nn.Module, args: Args, output: Any) -> Any:
         return self._show(output) if self._is_awaited(asked) else None
 
-    def _on_inputs(
-        self, asked: tuple[str, str], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _on_inputs(self, asked: tuple[str, str], module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         if not self._is_awaited(asked):
             return None
         return self._show((args, kwargs))
@@ -456,16 +459,12 @@ class Stops:
     def end_step(self) -> None:
         """Called where one forward pass of several ends: what is still waited for never came."""
         if self._waiting is not None:
-            _, _, line = self._waiting
-            self._waiting = (("", ""), PlaceInOrder("the end of the step", None, -1), line)
-            self._stop_at(None)
+            self._stop_at(None, PlaceInOrder("the end of the step", None, -1))
         self.detach()
 
     def _on_end(self, act: Tensor, hook: HookPoint) -> None:
         if self._waiting is not None and has_passed(self._waiting[1], self._places.of(hook)):
-            _, _, line = self._waiting
-            self._waiting = (("", ""), self._places.of(hook), line)
-            self._stop_at(None)
+            self._stop_at(None, self._places.of(hook))
 
 
 def _share_a_place(one: Asked, other: Asked | None) -> bool:

@@ -47,9 +47,6 @@ from bridge.trace.coroutine import Coroutine, LateEditError, PointNeverCameError
 from bridge.trace.edit import BodyActivations
 from bridge.trace.stops import ModelOrder, Stop, Stops
 
-_ALL = (None, None)
-
-
 _OURS = ("prepend_bos", "padding_side", "attention_mask", "start_at_layer", "stop_at_layer", "capture")
 
 
@@ -170,7 +167,7 @@ class Trace(InStep, Access):
         bridge: RunnableBridge,
         places: ModelOrder,
         asked: Request,
-        capture: Sequence[str] = (),
+        capture: Sequence[str],
     ) -> None:
         check_arguments(bridge, asked, _OURS)
         self._layers = checked_layers(bridge, asked.start_at_layer, asked.stop_at_layer)
@@ -179,7 +176,7 @@ class Trace(InStep, Access):
         kept = [bridge.names.find(name) for name in capture]
         InStep.__init__(self, bridge, places, kept)
         Access.__init__(self, bridge, self.stops)
-        for hook in kept if self._layers != _ALL else ():
+        for hook in kept:
             self._check_runs(hook.name)
         self._pass: PreparedPass | None = PreparedPass(bridge, asked, *self._layers, True, self.scope)
         self._is_ready = False
@@ -419,19 +416,16 @@ class Trace(InStep, Access):
         kept = self.stops.kept.get(hook)
         if kept is not None:
             return kept
-        if self._layers != _ALL:
-            self._check_runs(name)
+        self._check_runs(name)
         found: Tensor = self.reach(hook).value
         return found
 
     def part(self, name: str, *, heads: Index = None, queries: Index = None, keys: Index = None) -> Tensor:
-        if self._layers != _ALL:
-            self._check_runs(name)
+        self._check_runs(name)
         return super().part(name, heads=heads, queries=queries, keys=keys)
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        if self._layers != _ALL:
-            self._check_runs(name)
+        self._check_runs(name)
         super().__setitem__(name, value)
 
     def reach(self, asked: Any) -> Stop:
@@ -446,7 +440,7 @@ class Trace(InStep, Access):
     def _check_runs(self, name: str) -> None:
         start, stop = self._layers
         layers = {"start_at_layer": start, "stop_at_layer": stop}
-        if not points_that_run(self.bridge, [self.bridge.names.find(name)], layers):
+        if self._layers != (None, None) and not points_that_run(self.bridge, [self.bridge.names.find(name)], layers):
             said = ", ".join(f"{what}={layer}" for what, layer in layers.items() if layer is not None)
             raise ValueError(f"{name} does not run with {said}")
 

@@ -10,18 +10,19 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils.hooks import RemovableHandle
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from adapters.imports import is_compiling
-from bridge.hooks.context import CURRENT, ForwardPass, RunContext, SourceSite, recomputation_frame
+from adapters.views import Kwargs
+from bridge.hooks.context import CURRENT, ForwardPass, RunContext, in_context, recomputation_frame
 from bridge.hooks.hooks import AttachesListeners
 from bridge.hooks.modules import Finder, NotCopied, itself
 from bridge.taps.taps import LOCK, noop_hook
@@ -107,7 +108,7 @@ class ForcedEager(NotCopied):
         find: finds the model.
     """
 
-    def __init__(self, find: Finder | None = None) -> None:
+    def __init__(self, find: Finder) -> None:
         self._find = find
         self.original: Callable[..., Any] = nothing
         self._own: Callable[..., Any] | None = None
@@ -121,7 +122,6 @@ class ForcedEager(NotCopied):
 
     def attach(self) -> None:
         """Puts it there, unless that of another bridge around the model is there already."""
-        assert self._find is not None
         module = self._find.module
         with LOCK:  # a generation may begin where another thread's run ends
             there = module.__dict__.get("forward")
@@ -197,9 +197,7 @@ def nothing(*args: object, **kwargs: object) -> Any:
     raise RuntimeError("there is no forward here")
 
 
-def call_eagerly(
-    model: nn.Module, function: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]
-) -> Any:
+def call_eagerly(model: nn.Module, function: Callable[..., Any], args: tuple[object, ...], kwargs: Kwargs) -> Any:
     """Calls a function of a model with nothing compiled, also from within compiled code.
 
     Args:
@@ -217,7 +215,7 @@ def call_eagerly(
 setattr(call_eagerly, "_torchdynamo_disable", True)  # noqa: B010 - which functions do not have otherwise
 
 
-def _call(model: nn.Module, function: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
+def _call(model: nn.Module, function: Callable[..., Any], args: tuple[object, ...], kwargs: Kwargs) -> Any:
     with uncompiled(model):
         return function(*args, **kwargs)
 
@@ -242,7 +240,7 @@ class CheckpointedBlocks:
         attaches: attaches hooks.
     """
 
-    def __init__(self, modules: Sequence[Finder], attaches: AttachesListeners | None = None) -> None:
+    def __init__(self, modules: Sequence[Finder], attaches: AttachesListeners) -> None:
         #: By the path that leads to several of them, with their names there: to find each anew from the model took
         #: longer than a hook.
         self._inside: dict[str, list[tuple[str, Finder]]] = {}
@@ -271,7 +269,6 @@ class CheckpointedBlocks:
                         "(activation checkpointing) in an order in which nothing tells them apart: switch "
                         "checkpointing off"
                     )
-                assert self._attaches is not None
                 module.__dict__[_NAME] = _CheckpointFunction(own, finder, self._attaches)
                 self._prepared.append(module)
 
@@ -316,7 +313,8 @@ class _BlockWithHooks:
                 scope.recomputed = True
         self._changes = attaches.changes
         # The block's own input, which is outside of what is computed again.
-        self._sources = {} if context.run is None else _sources_outside(context.run, self._path)
+        seen = {} if context.run is None else context.run.sources
+        self._sources = {hook: found for hook, found in seen.items() if hook.site.path == self._path}
         self._ran = False
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
@@ -331,31 +329,15 @@ class _BlockWithHooks:
             )
         run = ForwardPass()
         run.sources.update(self._sources)
-        before = CURRENT.get()
-        CURRENT.set(RunContext(self._shared, run=run))
         try:
-            with self._attached():
+            with in_context(RunContext(self._shared, run=run)), ExitStack() as attached:
+                for scope in self._shared - {None}:  # it may be gone
+                    assert scope is not None
+                    self._attaches.attach_scope(scope)
+                    attached.callback(self._attaches.detach_scope, scope)
                 return recomputation_frame(self._function, args, kwargs)
         finally:
             run.end()
-            CURRENT.set(before)
-
-    @contextmanager
-    def _attached(self) -> Iterator[None]:
-        """Attaches the hooks, which may be gone, for the time of a recomputation."""
-        scopes = [scope for scope in self._shared if scope is not None]
-        for scope in scopes:
-            self._attaches.attach_scope(scope)
-        try:
-            yield
-        finally:
-            for scope in scopes:
-                self._attaches.detach_scope(scope)
-
-
-def _sources_outside(run: ForwardPass, path: str) -> dict[SourceSite, tuple[nn.Module, Tensor]]:
-    """What the pass saw at the input of the block at a path."""
-    return {hook: seen for hook, seen in run.sources.items() if hook.site.path == path}
 
 
 #: The file in which torch calls modules and their hooks.
@@ -366,53 +348,54 @@ class PassBoundary(NotCopied):
     """The torch hooks that open and end a pass.
 
     Args:
-        modules: finds the modules whose call is a pass: the base model, and each stack of an encoder-decoder model.
+        modules: find the modules whose call is a pass: the base model, and each stack of an encoder-decoder model.
         blocks: what carries hooks into the blocks that backward computes again.
         forced_eager: keeps compiled code from running in place of the model.
         check: called when a pass begins that is no run of the bridge.
         unseen: says whether hooks of a ``with`` statement are attached that the present code does not see.
     """
 
+    #: Of the hooks; none in a copy, which does nothing.
+    _handles: Sequence[RemovableHandle] = ()
+
     def __init__(
         self,
-        modules: Sequence[Finder] = (),
-        blocks: CheckpointedBlocks | None = None,
-        forced_eager: ForcedEager | None = None,
-        check: Callable[[], None] | None = None,
-        unseen: Callable[[], bool] | None = None,
+        modules: Sequence[Finder],
+        blocks: CheckpointedBlocks,
+        forced_eager: ForcedEager,
+        check: Callable[[], None],
+        unseen: Callable[[], bool],
     ) -> None:
-        self._modules = modules
+        self._modules, self._blocks = modules, blocks
         self._forced_eager, self._check, self._unseen = forced_eager, check, unseen
-        self._blocks = CheckpointedBlocks(()) if blocks is None else blocks
-        self._handles: list[RemovableHandle] = []
+
+    def left_in_copy(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return PassBoundary.__new__, (PassBoundary,)
 
     def attach(self) -> None:
         """Begins to watch."""
-        for finder in self._modules:
-            module = finder.module
-            self._handles.append(module.register_forward_pre_hook(self.begin, prepend=True, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self.end, always_call=True))
-        if self._forced_eager is not None:
-            self._forced_eager.attach()
+        for module in [finder.module for finder in self._modules]:
+            begins = module.register_forward_pre_hook(self.begin, prepend=True, with_kwargs=True)
+            self._handles = (*self._handles, begins, module.register_forward_hook(self.end, always_call=True))
+        self._forced_eager.attach()
 
     def detach(self) -> None:
         """Ends it."""
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
-        if self._forced_eager is not None:
-            self._forced_eager.detach()
+        self._handles = ()
+        self._forced_eager.detach()
         self._blocks.release()
 
-    def begin(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
+    def begin(self, module: nn.Module, args: tuple[object, ...], kwargs: Kwargs) -> None:
         """The forward pre-hook. A pass that this module opened before, or whose call is over, was left behind."""
+        if not self._handles:
+            return
         context = CURRENT.get()
         left = context.run is not None and (context.run.opened_by is module or context.run.is_left)
-        if self._handles and (context.run is None or left) and not is_of_batch(kwargs):
-            if self._check is not None:
-                self._check()
-            if self._unseen is not None:
-                refuse_streamers_thread(self._unseen)
+        if (context.run is None or left) and not is_of_batch(kwargs):
+            self._check()
+            refuse_streamers_thread(self._unseen)
             run = ForwardPass(module)
             run.frame = _frame_of_call()
             run.take_arguments(module, kwargs)
@@ -447,7 +430,7 @@ def mark_as_of_batch(cache: PagedAttentionCache) -> None:
     setattr(cache, _BEGUN_BY_BATCH, True)
 
 
-def is_of_batch(kwargs: dict[str, Any]) -> bool:
+def is_of_batch(kwargs: Kwargs) -> bool:
     """Whether a pass of transformers' continuous batching is that of a bridge's batch, which opens and ends it.
 
     The thread of another sees none of the scopes of the code that called, and its tokens are those of many requests in

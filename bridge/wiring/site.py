@@ -14,13 +14,11 @@ from torch.utils.hooks import RemovableHandle
 from adapters.imports import checkpointing_method
 from adapters.points import Site, call_number, core_path, module_path
 from adapters.views import Args, Call, Kwargs
+from adapters.views.views import NO_CALL
 from bridge.hooks.context import CURRENT, ForwardPass, SourceSite
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.modules import Finder, NotCopied, argument, element_of, with_argument, with_element
 from bridge.sharing import SharedTensor
-
-#: For views that do not look at the call.
-_NO_CALL = Call(nn.Identity(), (), {})
 
 
 class SiteHandler:
@@ -138,6 +136,19 @@ class SiteHook(SiteHandler, SourceSite, NotCopied):
         self.watchers += by
         self.update()
 
+    def claim(self, reader: HookPoint) -> Callable[[], None]:
+        """Gives a reader copies of its own, until what is returned is called."""
+        self.readers = (*self.readers, reader)
+        self.update()
+
+        def give_up() -> None:
+            readers = list(self.readers)
+            readers.remove(reader)
+            self.readers = tuple(readers)
+            self.update()
+
+        return give_up
+
     def update(self) -> None:
         """Attaches or detaches the torch hook, as it is needed now."""
         before = self.site.kind == "input"
@@ -185,7 +196,7 @@ class SiteHook(SiteHandler, SourceSite, NotCopied):
 
     def pass_points(self, x: Tensor, module: nn.Module, args: Args, kwargs: Kwargs, run: ForwardPass | None) -> Tensor:
         """What the points make of the tensor, one after the other."""
-        call, start, points, index = _NO_CALL, None if run is None else run.start_at, self.points, -1
+        call, start, points, index = NO_CALL, None if run is None else run.start_at, self.points, -1
         while (index := index + 1) < len(points):
             point = points[index]
             if start is not None and point.point.depth < start:
@@ -193,10 +204,10 @@ class SiteHook(SiteHandler, SourceSite, NotCopied):
             if point.sources:
                 if not point.has_visible_listeners:
                     continue  # somebody else's, who may have come after this run had passed the sources
-                if call is _NO_CALL:
+                if call is NO_CALL:
                     call = Call(module, args, kwargs)
                 call.sources = point.sources_in(run)
-            elif call is _NO_CALL and point.view.contextual:
+            elif call is NO_CALL and point.view.contextual:
                 call = Call(module, args, kwargs)
             writer = self._last_writer
             x = point.apply(x, call, writer is not None and point.order < writer.order)
@@ -350,27 +361,6 @@ def give_own_copy(reader: HookPoint, site: Site, run: ForwardPass, x: Tensor, ca
     if site.kind == "input":
         return entered
     return reader.view.put(x, reader.view.get(call.module.forward(entered), call), call)
-
-
-class SeparateReading:
-    """A reader's claim to a copy of its own, until it is removed.
-
-    Args:
-        claims: the torch hook that hands it over.
-        reader: the reader.
-    """
-
-    def __init__(self, claims: SiteHook, reader: HookPoint) -> None:
-        self._claims, self._reader = claims, reader
-        claims.readers = (*claims.readers, reader)
-        claims.update()
-
-    def remove(self) -> None:
-        """Gives the claim up."""
-        readers = list(self._claims.readers)
-        readers.remove(self._reader)
-        self._claims.readers = tuple(readers)
-        self._claims.update()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from adapters.points import Point, Site, base_path, core_path, has_module
+from adapters.points import Point, Site, base_path, core_of, core_path, has_module
 from adapters.spread import Layout, refuse_context_parallel
 from adapters.views import Branch
 from bridge.hooks.context import CURRENT, Listener, Scope, open_scope
@@ -46,7 +46,6 @@ from bridge.wiring.reading_plan import Keep, ReadingPlan
 from bridge.wiring.site import (
     CallCounter,
     OwnedHook,
-    SeparateReading,
     SharedSite,
     SiteHook,
     add_all,
@@ -83,7 +82,7 @@ class Wiring(AttachesListeners):
         super().__init__()
         self._model = Finder(model, "")
         self.points: dict[str, HookPoint] = {}
-        self.sharing = None if layout is None else Sharing(layout, self.points, model.get_submodule(core_path(model)))
+        self.sharing = None if layout is None else Sharing(layout, self.points, core_of(model))
         self.tapped: dict[str, str] = {}
         self.calls = CallCounter()
         self._sites: dict[Site, SiteHook] = {}
@@ -111,7 +110,7 @@ class Wiring(AttachesListeners):
             self._check_direct_call,
             self.has_unseen_hooks,
         )
-        self.embedding = TokenEmbedding(model.get_submodule(core_path(model)))
+        self.embedding = TokenEmbedding(core_of(model))
         self._blocks = [Finder(model, path) for path in blocks]
         self._lists = [Finder(model, path) for path in dict.fromkeys(path.rpartition(".")[0] for path in blocks)]
         inside = dict.fromkeys(hook.point.site.path for hook in self.points.values() if hook.point.stack)
@@ -318,10 +317,9 @@ class Wiring(AttachesListeners):
 
     def finder(self, path: str) -> Finder:
         """What finds the module at a path."""
-        found = self._finders.get(path)
-        if found is None:
-            found = self._finders[path] = Finder(self.model, path)
-        return found
+        if path not in self._finders:
+            self._finders[path] = Finder(self.model, path)
+        return self._finders[path]
 
     def sources_in(self, stack: str, depth: int) -> tuple[SiteHook, ...]:
         """The sites whose tensors the views of a block's points need."""
@@ -346,8 +344,7 @@ class Wiring(AttachesListeners):
         """Attaches what a hook point needs; the one `before` it was connected just now."""
         if self.calls.modules:
             self.calls.change(1)
-        home = self._homes[point]
-        if home is None:
+        if (home := self._homes[point]) is None:
             site = point.point.site
             same = before is not None and (before.point.site.path, before.point.site.kind) == (site.path, site.kind)
             with LOCK:  # another bridge around the model may be about to take its tap away
@@ -367,8 +364,7 @@ class Wiring(AttachesListeners):
         self._connected -= 1
         if self.calls.modules:
             self.calls.change(-1)
-        home = self._homes[point]
-        if home is None:
+        if (home := self._homes[point]) is None:
             with LOCK:
                 self._taps.pop(point).disconnect(str(point.point.site.key), point)
         else:
@@ -416,7 +412,7 @@ class Wiring(AttachesListeners):
         fused = len(set(sites)) < len(sites)
         for name, site in zip(separate_consumers, sites, strict=True):
             hook = self._site(site if fused else Site(site.path, "input"))
-            following.append(SeparateReading(hook, self.points[name]).remove)
+            following.append(hook.claim(self.points[name]))
         self._following[key] = following
 
     def _disconnect_followers(self, point: HookPoint, left: tuple[Listener, ...]) -> None:
@@ -472,17 +468,14 @@ def check_clash(point: HookPoint, listener: Listener, in_block: Callable[[], Ite
         ValueError: gradients are asked for at the norm that the heads share, in a run in which heads are
             given inputs of their own.
     """
-    clash: Callable[[HookPoint], bool]
-    if point.point.separate_consumers and listener.kind in ("bwd", "edge"):
-        clash, kinds = _own_inputs, frozenset({"fwd", "bwd", "edge", "follow", "leader"})
-    elif _own_inputs(point):
-        clash, kinds = _shared_norm, frozenset({"bwd", "edge"})
-    else:
+    asks = bool(point.point.separate_consumers) and listener.kind in ("bwd", "edge")
+    if not (asks or _own_inputs(point)):
         return
-    context = CURRENT.get()
+    visible = CURRENT.get().visible
+    kinds = ("fwd", "bwd", "edge", "follow", "leader") if asks else ("bwd", "edge")
     for other in in_block():
-        if clash(other) and any(
-            x.kind in kinds and (x.scope is listener.scope or x.scope in context.visible) for x in other.listeners
+        if (_own_inputs(other) if asks else other.point.separate_consumers) and any(
+            x.kind in kinds and (x.scope is listener.scope or x.scope in visible) for x in other.listeners
         ):
             raise ValueError(
                 f"{point.name} and {other.name} cannot be had together: with hooks at the one each head reads an "
@@ -494,10 +487,6 @@ def check_clash(point: HookPoint, listener: Listener, in_block: Callable[[], Ite
 
 def _own_inputs(point: HookPoint) -> bool:
     return point.point.flag in ("use_split_qkv_input", "use_attn_in") and not isinstance(point.view, Branch)
-
-
-def _shared_norm(point: HookPoint) -> bool:
-    return bool(point.point.separate_consumers)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

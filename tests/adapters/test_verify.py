@@ -115,7 +115,7 @@ def test_a_pattern_that_hides_what_sinks_take_is_noticed():
 
     bridge = TransformerBridge(mixture("gpt_oss-gqa"))
     assert verify(bridge).passed
-    change(bridge, "blocks.1.attn.hook_pattern", view=Scaled("sinks"))
+    change(bridge, "blocks.1.attn.hook_pattern", view=Scaled())
     assert PATTERN in failing(bridge)
 
 

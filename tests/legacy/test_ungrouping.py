@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from bridge.legacy import HookedTransformer, HookedTransformerKeyValueCache, reweighing
+from bridge.legacy import HookedTransformer, HookedTransformerKeyValueCache
 from bridge.legacy.hook_points import HookPoint
 from tests.reference import DATA, reference, wrong_logits, wrong_values
 
@@ -145,16 +145,15 @@ def test_an_exception_leaves_the_model_as_it_was(run):
 
 
 def test_no_memory_for_the_last_layer(monkeypatch):
-    model, made = load("llama"), []
+    model, made, linear = load("llama"), [], torch.nn.Linear.__init__
 
-    def repeated(*args):
+    def counted(*args, **kwargs):
         made.append(args)
         if len(made) == 4:
             raise MemoryError
-        return ungrouping_repeated(*args)
+        linear(*args, **kwargs)
 
-    ungrouping_repeated = reweighing._repeated
-    monkeypatch.setattr(reweighing, "_repeated", repeated)
+    monkeypatch.setattr(torch.nn.Linear, "__init__", counted)
     with pytest.raises(MemoryError):
         model.set_ungroup_grouped_query_attention(True)
     assert model.cfg.n_key_value_heads == 2

@@ -198,7 +198,7 @@ def test_a_gguf_file_brings_its_tokenizer(monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(boot.AutoTokenizer, "from_pretrained", lambda *args, **options: asked.append((args, options)))
     where = {"gguf_file": "small.gguf"}
-    boot.tokenizer_of(boot.ModelFiles("small", str(tmp_path), where, None), progress=True)
+    boot.tokenizer_of(boot.ModelFiles(str(tmp_path), where, None), progress=True)
     assert asked == [((str(tmp_path),), where)]
-    here = boot.ModelFiles("small", str(tmp_path), {}, None)
+    here = boot.ModelFiles(str(tmp_path), {}, None)
     assert boot.tokenizer_of(here, progress=True) is None and len(asked) == 1

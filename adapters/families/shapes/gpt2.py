@@ -11,7 +11,7 @@ from adapters.architecture import Architecture, Block, Embedding, Readout, Stack
 from adapters.attention import Attention, Projection
 from adapters.feed_forward import MLP
 from adapters.norms import LAYER_NORM, Norm
-from adapters.views import View, columns, interleaved
+from adapters.views import columns, interleaved
 
 FEED_FORWARD = MLP("mlp", up=Projection("c_fc"), down="c_proj")
 #: The MLP of GPT-NeoX, BLOOM and Falcon.
@@ -29,13 +29,26 @@ def fused(path: str, config: PreTrainedConfig, one: bool = False) -> tuple[Proje
         one: there is one head of keys and one of values.
     """
     width, heads = config.hidden_size, config.num_attention_heads
-    d_head = width // heads
-    views: list[View] = [interleaved(heads, i) for i in range(3)]
     if one:
-        places = ((0, heads), (width, 1), (width + d_head, 1))
-        views = [columns(start, start + n * d_head, n) for start, n in places]
-    q, k, v = (Projection(path, view) for view in views)
+        return in_a_row(path, width // heads, heads, 1)
+    q, k, v = (Projection(path, interleaved(heads, i)) for i in range(3))
     return q, k, v
+
+
+def in_a_row(path: str, d_head: int, heads: int, kv_heads: int) -> tuple[Projection, Projection, Projection]:
+    """Queries, keys and values of one projection, behind each other.
+
+    Args:
+        path: of the projection.
+        d_head: the width of a head.
+        heads, kv_heads: how many of queries, and how many of keys and of values.
+    """
+    k, v, end = (n * d_head for n in (heads, heads + kv_heads, heads + 2 * kv_heads))
+    return (
+        Projection(path, columns(0, k, heads)),
+        Projection(path, columns(k, v, kv_heads)),
+        Projection(path, columns(v, end, kv_heads)),
+    )
 
 
 def gpt2_like(
