@@ -472,7 +472,7 @@ class Side:
         command, self.file = [executable, __file__, *arguments, file], file
         errors = None if os.environ.get("LOUD") else subprocess.DEVNULL
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
-        # Else what was freed goes back to the system or not, by what was allocated before: a third of the time, by chance.
+        # Else what is freed goes back or not, by what was allocated before: a third of the time by chance.
         kept = {"MALLOC_TRIM_THRESHOLD_": "1000000000", "MALLOC_MMAP_THRESHOLD_": "1000000000"}
         self.process = subprocess.Popen(command, text=True, env=os.environ | kept, **pipes)
         assert self.process.stdout is not None
