@@ -358,3 +358,51 @@ def test_layers_before_a_part_do_not_run_again(gpt2, clean, corrupted, metric, m
     with gpt2.hooks(fwd_hooks=[("blocks.0.hook_resid_pre", lambda stream, hook: None)]):
         edge_attribution(gpt2, clean, corrupted, metric, "activations", 8)
     assert sum(rows) / len(clean) == 8 * 7 * 3 + clean_and_corrupted
+
+
+class Bent(torch.nn.Module):
+    """A projection that is not linear."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        y = self.inner(x)
+        return y + 0.5 * (3 * y).tanh()
+
+
+def at_heads(bridge, clean, corrupted, metric, graph):
+    """The scores by the gradients at heads' own inputs, as anybody's hooks see them."""
+    change = written(graph, bridge, corrupted).parts - written(graph, bridge, clean).parts
+    found = torch.zeros(graph.exists.shape).to(change)
+
+    def look(gradient, hook):
+        for port in graph.ports:
+            if port.name == hook.name:
+                of_each = gradient.movedim(-2, 0) if port.per_head else gradient[None]
+                for i, one in enumerate(of_each):
+                    found[port.first + i, : port.upstream] = (change[: port.upstream] * one).sum((1, 2, 3))
+
+    names = [port.name for port in graph.ports]
+    with bridge.hooks(bwd_hooks=[(names, look)]):
+        metric(bridge(clean)).sum().backward()
+    return found
+
+
+@pytest.mark.parametrize("bent", [None, "q_proj", "v_proj", "by a torch hook"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
+def test_gradients_of_heads_are_those_of_their_own_inputs(metric, clean, corrupted, family, bent):
+    """They are made from those behind the projections where these are linear, and only there."""
+    bridge = bridge_of(family).to(torch.float64)
+    attention = bridge.original_model.model.layers[1].self_attn
+    if bent == "by a torch hook":
+        attention.k_proj.register_forward_hook(lambda module, args, y: y + 0.5 * (3 * y).tanh())
+    elif bent:
+        setattr(attention, bent, Bent(getattr(attention, bent)))
+    graph = Graph.of(bridge)
+    found = edge_attribution(bridge, clean, corrupted, metric, "gradient").values
+    right = at_heads(bridge, clean, corrupted, metric, graph)
+    # RMS norms compute in float32 whatever they are given.
+    torch.testing.assert_close(found, right, atol=2e-6 * right.abs().max().item(), rtol=1e-5)
+    assert right.abs().max() > 1e-3
