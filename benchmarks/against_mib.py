@@ -58,7 +58,6 @@ METHODS = {
     "exact": ("edge", "exact", "", "patching"),
     "exact, zeros": ("edge", "exact", "", "zero"),
     "exact, means": ("edge", "exact", "", "mean-positional"),
-    "exact, constants": ("edge", "exact", "", "optimal"),
     "information flow routes": ("edge", "information-flow-routes", "", "patching"),
     "UGS, 5 steps": ("edge", "UGS", "", "patching"),
     "NAP": ("node", "EAP", "gradient", "patching"),
@@ -75,7 +74,6 @@ FIRST = "the first layer's heads are not compared: theirs get no gradient there 
 #: Where both differ by what their code does: by method, and whether the model has learned positions (None: any).
 KNOWN = {
     ("EAP, zeros", True): POSITIONS, ("EAP, constants", True): POSITIONS, ("exact, zeros", True): POSITIONS,
-    ("exact, constants", True): POSITIONS,
     ("EAP-IG-activations, zeros", True): "their path leaves positions where they are",
     ("EAP-IG-activations, means", None): "their path goes to zeros, whatever stands in the place of activations",
     ("information flow routes", True): "they take embeddings without positions, and divide 0 by 0",
@@ -523,7 +521,7 @@ def main(python: str, code: str, size: str, *methods: str) -> None:
             "ours from float64 | CPR, CMD apart, float64 | float32 |\n" + "|---" * 10 + "|"
         )
         for method in methods or METHODS:
-            level, called, _, _ = METHODS[method]
+            level, called, _, instead = METHODS[method]
             why = KNOWN.get((method, positions)) or KNOWN.get((method, None)) or ""
             slow = called in ("exact", "EAP-IG-activations") and (large or called == "exact")
             there, here = sides["float32"]
@@ -549,7 +547,11 @@ def main(python: str, code: str, size: str, *methods: str) -> None:
                 from_double = ", ".join(f"{one:.0e}" for one in off)
             cells += ["not run" if double is None else f"{float((double[0] - double[1]).abs().max()):.0e}"]
             cells += [f"{apart:.0e}", from_double]
-            if level == "edge" and called not in ("UGS", "exact" if large else "") and "no part" not in why:
+            # Their evaluation takes no constants.
+            evaluated = (
+                called not in ("UGS", "exact" if large else "") and instead != "optimal" and "no part" not in why
+            )
+            if level == "edge" and evaluated:
                 scores = sides["float32"][0].found(method) if double is None else sides["float64"][0].found()
                 # Heads that read the same have the same flow of information: of equals, both sides take others first.
                 torch.save(scores.nan_to_num() + 1e-9 * torch.rand_like(scores), f"{folder}/scores")
