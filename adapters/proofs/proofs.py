@@ -242,7 +242,7 @@ def _proofs_on(subject: Bridge, level: str, inputs: Given | None, step: int, *, 
     for claim, prove in _PROOFS:
         findings.attempt(claim, partial(prove, evidence, findings))
     declared = level == "declared"
-    findings.attempt(WEIGHTS, lambda: prove_weights(evidence, findings, of_each_kind=level != "full"))
+    findings.attempt(WEIGHTS, lambda: prove_weights(evidence, findings, of_each_kind=declared))
     one_row = lambda: Evidence(subject, *some_tokens(subject, 1, 5 if declared else pos, 1, inputs))
     ran = evidence if subject.cfg.num_experts else one_row()
     findings.attempt(LEFT_OUT, lambda: prove_coverage(ran, findings))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -173,84 +172,6 @@ def _refuse_no_difference(change: Float[Tensor, "sender batch pos d_model"]) -> 
         )
 
 
-@dataclass(frozen=True)
-class _Read:
-    """How the heads of a port read the stream, where that is a norm, or none, and a linear projection.
-
-    The gradient at each head's own input is then made from that at its projection, of all runs at once: nothing of a
-    head's own runs. A norm that divides x by s, and makes y of it, has for the gradient g behind it the gradient
-    ``(g - y (y . g) / d_model) / s``, less its mean where it subtracts the mean.
-
-    Attributes:
-        point: what the projections make.
-        stream: what they read.
-        scale: by which the norm divides it; "": there is none.
-        centered: it subtracts the mean.
-        weights: the canonical weights: ``{matrix}`` is ``[head, d_model, d_head]``, ``{bias}`` ``[head, d_head]``.
-        norm, matrix, bias: their names.
-    """
-
-    point: str
-    stream: str
-    scale: str
-    centered: bool
-    weights: Mapping[str, Callable[[], Tensor]]
-    norm: str
-    matrix: str
-    bias: str
-
-    @property
-    def seen(self) -> tuple[str, ...]:
-        """The hook points that are looked at."""
-        return tuple(filter(None, (self.point, self.stream, self.scale)))
-
-    def of_norm(self, name: str) -> Tensor | None:
-        """The norm's weight or bias."""
-        get = self.weights.get(f"{self.norm}.{name}") if self.scale else None
-        return get and get()
-
-    def divided(self, seen: Mapping[str, Tensor]) -> Tensor:
-        """The stream as the norm divides it, ``[batch, pos, d_model]``."""
-        x = seen[self.stream]
-        x = x - x.mean(-1, keepdim=True) if self.centered else x
-        return x / seen[self.scale] if self.scale else x
-
-    def added(self) -> Tensor:
-        """What stands in the projections whatever is read, ``[head, d_head]``."""
-        bias = self.of_norm("b")
-        more = 0 if bias is None else torch.einsum("d,hde->he", bias, self.weights[self.matrix]())
-        return self.weights[self.bias]() + more
-
-    def holds(self, seen: Mapping[str, Tensor]) -> bool:
-        """Whether the projections of a run's first row are what this says."""
-        first = {name: seen[name][:1] for name in self.seen}
-        x, weight = self.divided(first), self.of_norm("w")
-        try:
-            matrix, added = self.weights[self.matrix](), self.added()
-        except TypeError:  # merged and quantised layers have no weight
-            return False
-        made = torch.einsum("bpd,hde->bphe", x if weight is None else x * weight, matrix) + added
-        return made.shape == first[self.point].shape and close(made, first[self.point])
-
-    def at_heads(self, gradient: Tensor, seen: Mapping[str, Tensor], n: int) -> Tensor:
-        """The gradients at the heads' inputs, a sum over runs, ``[head, batch, pos, d_model]``.
-
-        Args:
-            gradient: at what the projections make, ``[run batch, pos, head, d_head]``.
-            seen: the activations of the same runs.
-            n: how many runs.
-        """
-        g = gradient / seen[self.scale].unsqueeze(-1) if self.scale else gradient
-        found = torch.einsum("bphe,hde->hbpd", g.unflatten(0, (n, -1)).sum(0), self.weights[self.matrix]())
-        if (weight := self.of_norm("w")) is not None:
-            found = found * weight
-        if self.scale:
-            x = self.divided(seen)
-            along = ((seen[self.point] - self.added()) * g).sum(-1) / x.shape[-1]
-            found = found - torch.einsum("nbph,nbpd->hbpd", *(each.unflatten(0, (n, -1)) for each in (along, x)))
-        return found - found.mean(-1, keepdim=True) if self.centered else found
-
-
 class _Gradients:
     """Gathers gradients at the receivers, and multiplies them with the senders' differences.
 
@@ -276,10 +197,6 @@ class _Gradients:
         self.graph, self.bridge, self.metric = graph_of(bridge, graph), bridge, metric
         self.keys = OwnKeys(self.graph, bridge)
         self.ends, self.later = False, None
-        #: How the heads of ports read, where that is known; those that a run was compared with; what is seen of one.
-        self.reads: dict[str, _Read] = {}
-        self.compared: set[str] = set()
-        self.seen: dict[str, Tensor] = {}
         self.below: dict[int, Tensor] = {}
         self.scores = torch.zeros(self.graph.exists.shape)
 
@@ -384,31 +301,10 @@ class _Gradients:
             method: of `METHODS`.
         """
         self.logits, layers = one.logits, len(self.graph.layers)
-        self.reads = self._linear_reads()
         self.ends = may_start_later(self.bridge) and close(self._logits_of(one.end[:, -1:]), one.logits[:, -1:])
         if self.ends and layers > 1 and method.endswith("activations"):
             run = CorruptedRun(self.bridge, self.prompts, range(1, layers))
             self.later = run if run.by_position and run.steps else None
-
-    def _linear_reads(self) -> dict[str, _Read]:
-        """How the heads of each port read, by its name, as weights and norms say; a run says whether it is so."""
-        getters, points = self.bridge.weights.getters, self.bridge.hook_dict
-        if any(self.keys.of(port) > 1 for port in self.graph.ports):
-            return {}
-        made: dict[str, _Read] = {}
-        for port in self.graph.ports:
-            block, letter = f"blocks.{port.layer}", port.name.rpartition(".hook_")[2].partition("_")[0]
-            attn, norm = f"{block}.attn", f"{block}.ln1"
-            # Keys and values are stored once for each group, under another name.
-            of = [(f"{attn}._{kind}_{letter.upper()}", f"{attn}.{kind}_{letter.upper()}") for kind in "Wb"]
-            matrix, bias = (next((name for name in names if name in getters), "") for names in of)
-            if not port.per_head or not matrix or not bias or f"{attn}.hook_{letter}" not in points:
-                continue
-            scale = f"{norm}.hook_scale" if f"{norm}.hook_scale" in points else ""
-            centered = bool(scale) and self.bridge.cfg.normalization_type in ("LN", "LNPre")
-            stream = _stream(self.graph, port)
-            made[port.name] = _Read(f"{attn}.hook_{letter}", stream, scale, centered, getters, norm, matrix, bias)
-        return made
 
     def _logits_of(self, end: Float[Tensor, "batch some d_model"]) -> Tensor:
         found: Tensor = self.bridge(end, start_at_layer=len(self.graph.layers))
@@ -474,15 +370,19 @@ class _Gradients:
         put += [(port.name, keep) for ports in own.values() for port in ports]
         between = {layer: f"blocks.{layer}.hook_resid_pre" for layer in below if layer < stop}
         put += [(point, keep) for point in (*own, *between.values())]
-        hooks, looks = ([(name, do) for name, do in some if bridge.hook_dict[name].point.depth in range(first, stop)]
-                        for some in (self.hooks(n, weight, senders), self._looks()))  # fmt: skip
-        given, options = self._begun(n, first, stop)
-        options |= {"stop_at_layer": stop} if below or self.ends else {}
+        hooks = [
+            (point, gather)
+            for point, gather in self.hooks(n, weight, senders)
+            if first <= bridge.hook_dict[point].point.depth < stop
+        ]
+        given: Any = tiled(self.prompts, n)
+        options: dict[str, Any] = {"stop_at_layer": stop} if below or self.ends else {}
+        if first:
+            assert self.later is not None
+            given = self.later.streams[first].repeat(n, 1, 1)
+            options |= {"start_at_layer": first, **self.later.options(first, stop, n, 0)}
         with torch.enable_grad():
-            self.seen = {}
-            found = bridge.run_with_hooks(given, fwd_hooks=[*put, *looks], bwd_hooks=hooks, **options)
-            if self._read_otherwise():
-                return self._backward(replaced, n, weight, senders, first, below)
+            found = bridge.run_with_hooks(given, fwd_hooks=put, bwd_hooks=hooks, **options)
             total = (found * below[stop]).sum() if below else self._total(found)
             for layer, point in between.items():
                 total = total + (kept[point] * below[layer]).sum()
@@ -497,33 +397,6 @@ class _Gradients:
                     receivers = slice(port.first + head, port.first + port.count, shared)
                     self._gather(port, receivers, n, weight, senders)(share)
         return entered
-
-    def _begun(self, n: int, first: int, stop: int) -> tuple[Any, dict[str, Any]]:
-        """What a pass of some layers is given, and with which options."""
-        if not first:
-            return tiled(self.prompts, n), {}
-        assert self.later is not None
-        return self.later.streams[first].repeat(n, 1, 1), {"start_at_layer": first} | self.later.options(
-            first, stop, n, 0
-        )
-
-    def _looks(self) -> list[tuple[str, Callable[..., None]]]:
-        """Hooks that keep what is seen of a pass."""
-
-        def see(activation: Tensor, hook: HookPoint) -> None:
-            self.seen[hook.name] = activation.detach()
-
-        return [(name, see) for name in dict.fromkeys(name for read in self.reads.values() for name in read.seen)]
-
-    @torch.no_grad()
-    def _read_otherwise(self) -> bool:
-        """Whether heads do not read as was said: from now on, they are given inputs of their own."""
-        new = [name for name, read in self.reads.items() if name not in self.compared and read.point in self.seen]
-        self.compared.update(new)
-        wrong = [name for name in new if not self.reads[name].holds(self.seen)]
-        for name in wrong:
-            del self.reads[name]
-        return bool(wrong)
 
     def _own_keys(self, first: int, stop: int) -> dict[str, list[Port]]:
         """The ports of some layers whose receivers read as one in the model, by the point behind their heads."""
@@ -542,26 +415,20 @@ class _Gradients:
             senders: whose edges get it.
         """
         return [
-            (
-                self.reads[port.name].point if port.name in self.reads else port.name,
-                self._gather(port, slice(port.first, port.first + port.count), n, weight, senders),
-            )
+            (port.name, self._gather(port, slice(port.first, port.first + port.count), n, weight, senders))
             for port in self.graph.ports
             if self.keys.of(port) == 1
         ]
 
     def _gather(self, port: Port, receivers: slice, n: int, weight: float, senders: slice) -> Callable[..., None]:
         """Adds the gradient of some of a port's receivers, times the differences of the senders that it reads."""
-        chosen, read = range(len(self.graph.senders))[senders], self.reads.get(port.name)
+        chosen = range(len(self.graph.senders))[senders]
         at = slice(chosen.start, min(chosen.stop, port.upstream))
 
         def gather(gradient: Tensor, hook: HookPoint | None = None) -> None:
+            of_runs = gradient.unflatten(0, (n, -1)).sum(0)
+            by_receiver = of_runs.movedim(-2, 0) if port.per_head else of_runs.unsqueeze(0)
             with torch.no_grad():
-                if read is None:
-                    of_runs = gradient.unflatten(0, (n, -1)).sum(0)
-                    by_receiver = of_runs.movedim(-2, 0) if port.per_head else of_runs.unsqueeze(0)
-                else:
-                    by_receiver = read.at_heads(gradient, self.seen, n)
                 found = by_receiver.flatten(1).to(self.change.dtype) @ self.change[at].flatten(1).T
                 self.scores[receivers, at] += weight * found
 
@@ -583,10 +450,6 @@ class _NeuronGradients(_Gradients):
         self.keys = OwnKeys(Graph.of(bridge), bridge)  # what nodes write is the same, whoever reads it
         self.mlp_point = {"output": "hook_mlp_out", "input": "hook_mlp_in"}[mlps]
         self.scores = torch.zeros(len(self.graph.senders), bridge.cfg.d_model)
-
-    def _linear_reads(self) -> dict[str, _Read]:
-        """None: heads' inputs are not looked at."""
-        return {}
 
     def hooks(self, n: int, weight: float, senders: slice) -> list[Any]:
         """Backward hooks that add to the scores; `senders` are all."""

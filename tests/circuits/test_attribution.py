@@ -390,14 +390,16 @@ def at_heads(bridge, clean, corrupted, metric, graph):
     return found
 
 
-@pytest.mark.parametrize("bent", [None, "q_proj", "v_proj", "by a torch hook"])
+@pytest.mark.parametrize("bent", [None, "q_proj", "v_proj", "by a torch hook", "in its gradient"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
 def test_gradients_of_heads_are_those_of_their_own_inputs(metric, clean, corrupted, family, bent):
-    """They are made from those behind the projections where these are linear, and only there."""
+    """Whatever stands between the stream and the projections, and where its gradient alone is another."""
     bridge = bridge_of(family).to(torch.float64)
     attention = bridge.original_model.model.layers[1].self_attn
     if bent == "by a torch hook":
         attention.k_proj.register_forward_hook(lambda module, args, y: y + 0.5 * (3 * y).tanh())
+    elif bent == "in its gradient":
+        attention.v_proj.register_forward_hook(lambda module, args, y: 0.5 * y + 0.5 * y.detach())
     elif bent:
         setattr(attention, bent, Bent(getattr(attention, bent)))
     graph = Graph.of(bridge)
