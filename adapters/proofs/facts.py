@@ -460,10 +460,11 @@ def prove_weights(
     findings.attempt(WEIGHTS, partial(_embedded, evidence, findings, weights))
     seen: list[tuple[str, NamedStep, str]] = []
     for place in evidence.places():
-        kind = (place.stack.name, place.named, str(module_at(bridge.original_model, place.path)))
-        if of_each_kind and kind in seen:
-            continue
-        seen.append(kind)
+        if of_each_kind:
+            kind = (place.stack.name, place.named, str(module_at(bridge.original_model, place.path)))
+            if kind in seen:
+                continue
+            seen.append(kind)
         part = place.named.step.part
         proof = _Layer(evidence, findings, weights, place)
         if isinstance(part, Attention):

@@ -100,7 +100,8 @@ class Slopes:
         most = max(1, min(_TOGETHER, len(moved) // _GROUPS))
         groups: list[list[str]] = []
         for name in moved:
-            if not groups or len(groups[-1]) >= most or moves[name] > _ALIKE * moves[groups[-1][0]]:
+            # What is no number is no smaller: it is a group of its own.
+            if not groups or len(groups[-1]) >= most or not moves[name] <= _ALIKE * moves[groups[-1][0]]:
                 groups.append([])
             groups[-1].append(name)
         return [*groups, *_shared_out([name for name in names if not moves[name]], 2)]
