@@ -69,174 +69,176 @@ def _why_not_stored(core: PreTrainedModel) -> str:
     return ""
 
 
-class Limits:
-    """The reasons why transforms are not for a model.
+def why_not(parts: ProcessedParts, step: str) -> str:
+    """Why a transform cannot be done, "" where it can."""
+    return _OWN[step](parts) or _sharded(parts, step) or _weights(parts, step) or _structure(parts)
 
-    Args:
-        core: the Hugging Face model.
-        parts: its parts.
-    """
 
-    def __init__(self, core: PreTrainedModel, parts: ProcessedParts) -> None:
-        self.core = core
-        self.parts, self.cfg = parts, parts.cfg
-        self.a = parts.architecture
-        self.steps = list(self.a.steps())
-
-    def reason(self, step: str) -> str:
-        """Why a transform cannot be done, "" where it can."""
-        own: Callable[[], str] = getattr(self, "_" + step)
-        return own() or self._sharded(step) or self._weights(step) or self._structure()
-
-    def _sharded(self, step: str) -> str:
-        """FSDP2 knows the parameters that there were when it was set up: others it would not bring to the processes."""
-        if not is_sharded(self.core):
-            return ""
-        embedding, unembedding = self.a.embedding.tokens, "." + self.a.readout.path
-        has_bias, weights = self.parts.has_bias, self.parts.weights
-        unties = step in ("fold_ln", "center_writing_weights", "center_unembed") and weights.has(unembedding)
-        if embedding and unties and weights.module(embedding).weight is weights.module(unembedding).weight:
-            return "embedding and unembedding are one matrix, and FSDP2 has no place for another"
-        if step == "fold_ln":
-            norms = [norm for norm in self.parts.norms if has_bias(norm.path)]
-            lacking = [reader.holder for norm in norms for reader in norm.readers if not has_bias(reader.holder)]
-        else:
-            outputs = [path for _, path in self.parts.blocks if step in ("fold_value_biases", _REFACTOR)]
-            lacking = [
-                self.parts.output(path)
-                for path in outputs
-                if has_bias(self.parts.value(path)) and not has_bias(self.parts.output(path))
-            ]
-        return f"{lacking[0]} would be given a bias, for which FSDP2 has no place" if lacking else ""
-
-    def _weights(self, step: str) -> str:
-        """Every matrix that is written has to be a view of a parameter of a plain layer."""
-        stored = self._stored()
-        for place, getters in self.parts.by_place(
-            (name, (name, get)) for name, get in TRANSFORMS[step].writes(self.parts).items()
-        ):
-            with self.parts.around(place):
-                if self.parts.spread:
-                    stored = self._stored()
-                for name, get in getters:
-                    if reason := _why_not_written(name, get, stored):
-                        return reason
+def _sharded(parts: ProcessedParts, step: str) -> str:
+    """FSDP2 knows the parameters that there were when it was set up: others it would not bring to the processes."""
+    if not is_sharded(parts.core):
         return ""
+    embedding, unembedding = parts.architecture.embedding.tokens, "." + parts.architecture.readout.path
+    has_bias, weights = parts.has_bias, parts.weights
+    unties = step in ("fold_ln", "center_writing_weights", "center_unembed") and weights.has(unembedding)
+    if embedding and unties and weights.module(embedding).weight is weights.module(unembedding).weight:
+        return "embedding and unembedding are one matrix, and FSDP2 has no place for another"
+    if step == "fold_ln":
+        norms = [norm for norm in parts.norms if has_bias(norm.path)]
+        lacking = [reader.holder for norm in norms for reader in norm.readers if not has_bias(reader.holder)]
+    else:
+        outputs = [path for _, path in parts.blocks if step in ("fold_value_biases", _REFACTOR)]
+        lacking = [
+            parts.output(path) for path in outputs if has_bias(parts.value(path)) and not has_bias(parts.output(path))
+        ]
+    return f"{lacking[0]} would be given a bias, for which FSDP2 has no place" if lacking else ""
 
-    def _stored(self) -> set[int]:
-        """Where plain parameters are in memory."""
-        return {p.untyped_storage().data_ptr() for p in self.core.parameters() if type(p) is nn.Parameter}
 
-    def _structure(self) -> str:
-        if others := self.parts.undeclared():
-            return f"the adapter does not say what these parameters read and write: {', '.join(others[:3])}"
-        places: dict[int, list[str]] = {}
-        for name, parameter in self.core.named_parameters(remove_duplicate=False):
-            held = held_here(parameter)
-            if held.numel() and (isinstance(parameter, DTensor) or type(parameter) is nn.Parameter):
-                places.setdefault(held.data_ptr(), []).append(name)
-        tokens = self.a.embedding.tokens  # "": the stream begins with images or sound
-        embedding = self.parts.weights.module(tokens).weight if tokens else None
-        tied: list[str] = []
-        if isinstance(embedding, Tensor) and (isinstance(embedding, DTensor) or type(embedding) is nn.Parameter):
-            tied = places.get(held_here(embedding).data_ptr(), [])
-        if len(tied) == 2 and f"{self.a.readout.path}.weight" in tied:
-            places = {where: names for where, names in places.items() if names is not tied}
-        twice = [names for names in places.values() if len(names) > 1]
-        return f"{twice[0][0]} is used in more than one place" if twice else ""
+def _weights(parts: ProcessedParts, step: str) -> str:
+    """Every matrix that is written has to be a view of a parameter of a plain layer."""
+    stored = _stored(parts)
+    for place, getters in parts.by_place((name, (name, get)) for name, get in TRANSFORMS[step].writes(parts).items()):
+        with parts.around(place):
+            if parts.spread:
+                stored = _stored(parts)
+            for name, get in getters:
+                if reason := _why_not_written(name, get, stored):
+                    return reason
+    return ""
 
-    def _fold_ln(self) -> str:
-        if self.cfg.normalization_type is None:
-            return "it has no norms"
-        if self.parts.shifted:
-            return "queries and keys read the norm's output with position embeddings added to it"
-        if any(part.gate for block in self.a.stack.every_block for part in block.attentions):
-            return "a gate behind its attention reads the norm, too, and HookedTransformer has no matrix for it"
-        if any(norm.kind.gate for block in self.a.stack.every_block for norm in block.norms):
-            return "a gate is behind one of its norms, and reads what that makes with its weight"
-        if any(norm.kind.opaque for block in self.a.stack.every_block for norm in block.norms):
-            return "one of its norms is none that is known"
-        if "unembed.W_U" not in self.parts.weights.getters:
-            return f"{type(self.core).__name__} has no output layer into which the final norm could be folded"
-        for place, at_place in self.parts.by_place((norm.name, norm) for norm in self.parts.norms):
-            with self.parts.around(place):
-                if reasons := [reason for norm in at_place if (reason := self._why_not_folded(norm))]:
-                    return reasons[0]
+
+def _stored(parts: ProcessedParts) -> set[int]:
+    """Where plain parameters are in memory."""
+    return {p.untyped_storage().data_ptr() for p in parts.core.parameters() if type(p) is nn.Parameter}
+
+
+def _structure(parts: ProcessedParts) -> str:
+    if others := parts.undeclared():
+        return f"the adapter does not say what these parameters read and write: {', '.join(others[:3])}"
+    places: dict[int, list[str]] = {}
+    for name, parameter in parts.core.named_parameters(remove_duplicate=False):
+        held = held_here(parameter)
+        if held.numel() and (isinstance(parameter, DTensor) or type(parameter) is nn.Parameter):
+            places.setdefault(held.data_ptr(), []).append(name)
+    tokens = parts.architecture.embedding.tokens  # "": the stream begins with images or sound
+    embedding = parts.weights.module(tokens).weight if tokens else None
+    tied: list[str] = []
+    if isinstance(embedding, Tensor) and (isinstance(embedding, DTensor) or type(embedding) is nn.Parameter):
+        tied = places.get(held_here(embedding).data_ptr(), [])
+    if len(tied) == 2 and f"{parts.architecture.readout.path}.weight" in tied:
+        places = {where: names for where, names in places.items() if names is not tied}
+    twice = [names for names in places.values() if len(names) > 1]
+    return f"{twice[0][0]} is used in more than one place" if twice else ""
+
+
+def _fold_ln(parts: ProcessedParts) -> str:
+    if parts.cfg.normalization_type is None:
+        return "it has no norms"
+    if parts.shifted:
+        return "queries and keys read the norm's output with position embeddings added to it"
+    if any(part.gate for block in parts.architecture.stack.every_block for part in block.attentions):
+        return "a gate behind its attention reads the norm, too, and HookedTransformer has no matrix for it"
+    if any(norm.kind.gate for block in parts.architecture.stack.every_block for norm in block.norms):
+        return "a gate is behind one of its norms, and reads what that makes with its weight"
+    if any(norm.kind.opaque for block in parts.architecture.stack.every_block for norm in block.norms):
+        return "one of its norms is none that is known"
+    if "unembed.W_U" not in parts.weights.getters:
+        return f"{type(parts.core).__name__} has no output layer into which the final norm could be folded"
+    for place, at_place in parts.by_place((norm.name, norm) for norm in parts.norms):
+        with parts.around(place):
+            if reasons := [reason for norm in at_place if (reason := _why_not_folded(parts, norm))]:
+                return reasons[0]
+    return ""
+
+
+def _why_not_folded(parts: ProcessedParts, norm: NormWithReaders) -> str:
+    """Why one norm cannot be folded into what reads it; empty where it can."""
+    if not norm.readers:
+        return f"nothing is known to read {norm.name}"
+    module = parts.weights.module(norm.path)
+    weight, bias = norm_parameters(module)
+    if any(x is not None and id(x) not in map(id, module._parameters.values()) for x in (weight, bias)):
+        return f"{norm.name} is a {type(module).__name__} whose weight is not a parameter of its own"
+    if bias is None or not bool(bias.any()):
         return ""
+    if parameter_names(module)[1] != "bias":
+        return f"{norm.name} calls its bias {parameter_names(module)[1]}, and what readers need is saved as bias"
+    if norm.name == "ln_final" and parts.architecture.readout.factor_in != 1:
+        return f"{norm.name} has a bias, and its output is multiplied before the output layer reads it"
+    if not norm.kind.centered:
+        return f"{norm.name} is an RMS norm with a bias, which HookedTransformer's has not"
+    if norm.gated:
+        return f"{norm.name} has a bias and feeds a gated MLP: HookedTransformer's has no bias before the product"
+    if any(reader.bias is None for reader in norm.readers):
+        return f"{norm.name} has a bias and feeds a mixture of experts, whose matrices have none"
+    return ""
 
-    def _why_not_folded(self, norm: NormWithReaders) -> str:
-        """Why one norm cannot be folded into what reads it; empty where it can."""
-        if not norm.readers:
-            return f"nothing is known to read {norm.name}"
-        module = self.parts.weights.module(norm.path)
-        weight, bias = norm_parameters(module)
-        if any(x is not None and id(x) not in map(id, module._parameters.values()) for x in (weight, bias)):
-            return f"{norm.name} is a {type(module).__name__} whose weight is not a parameter of its own"
-        if bias is None or not bool(bias.any()):
-            return ""
-        if parameter_names(module)[1] != "bias":
-            return f"{norm.name} calls its bias {parameter_names(module)[1]}, and what readers need is saved as bias"
-        if norm.name == "ln_final" and self.a.readout.factor_in != 1:
-            return f"{norm.name} has a bias, and its output is multiplied before the output layer reads it"
-        if not norm.kind.centered:
-            return f"{norm.name} is an RMS norm with a bias, which HookedTransformer's has not"
-        if norm.gated:
-            return f"{norm.name} has a bias and feeds a gated MLP: HookedTransformer's has no bias before the product"
-        if any(reader.bias is None for reader in norm.readers):
-            return f"{norm.name} has a bias and feeds a mixture of experts, whose matrices have none"
-        return ""
 
-    def _center_writing_weights(self) -> str:
-        final = self.parts.final_kind
-        kinds = [step.pre.kind for step in self.steps if step.pre and not step.pre.kind.identity]
-        if final is None or len(kinds) < len(self.steps):
-            return "something reads the residual stream without a norm, which would see the mean that is taken out"
-        if not all(kind.centered for kind in (*kinds, final)):
-            return "it has RMS norms, which do not subtract the mean of what they read"
-        if any(step.post for step in self.steps):
-            return "what attention and MLP write goes through a norm, whose output does not sum to zero"
-        if self.parts.shifted:
-            return "position embeddings are added to what queries and keys read, behind the norm"
-        return ""
+def _center_writing_weights(parts: ProcessedParts) -> str:
+    final = parts.final_kind
+    steps = list(parts.architecture.steps())
+    kinds = [step.pre.kind for step in steps if step.pre and not step.pre.kind.identity]
+    if final is None or len(kinds) < len(steps):
+        return "something reads the residual stream without a norm, which would see the mean that is taken out"
+    if not all(kind.centered for kind in (*kinds, final)):
+        return "it has RMS norms, which do not subtract the mean of what they read"
+    if any(step.post for step in steps):
+        return "what attention and MLP write goes through a norm, whose output does not sum to zero"
+    if parts.shifted:
+        return "position embeddings are added to what queries and keys read, behind the norm"
+    return ""
 
-    def _center_unembed(self) -> str:
-        if "unembed.W_U" not in self.parts.weights.getters:
-            return f"{type(self.core).__name__} has no output layer"
-        if self.cfg.output_logits_soft_cap > 0:
-            return f"its logits go through a soft cap of {self.cfg.output_logits_soft_cap:g}, which is not linear"
-        return ""
 
-    def _fold_value_biases(self) -> str:
-        attn = self.a.stack.attn
-        if attn is None:
-            return "it has no attention"
-        if any(block.attentions != (attn,) for block in self.a.stack.every_block):
-            return "its layers do not have one attention each, the same in all of them"
-        if attn.sinks or isinstance(attn.z_transform, SinkGate):
-            return "it has attention sinks: the rows of its pattern do not sum to one"
-        if attn.clip is not None:
-            return f"its values are clamped to {attn.clip:g}, biases included"
-        if attn.z_transform or attn.v.norm:
-            between = "norm" if attn.v.norm else _WORDS[type(attn.z_transform)]
-            return f"a {between} stands between its values and its output projection"
-        return ""
+def _center_unembed(parts: ProcessedParts) -> str:
+    if "unembed.W_U" not in parts.weights.getters:
+        return f"{type(parts.core).__name__} has no output layer"
+    if parts.cfg.output_logits_soft_cap > 0:
+        return f"its logits go through a soft cap of {parts.cfg.output_logits_soft_cap:g}, which is not linear"
+    return ""
 
-    def _refactor_factored_attn_matrices(self) -> str:
-        cfg, attn = self.cfg, self.a.stack.attn
-        if attn is None or (reason := self._fold_value_biases()):
-            return reason if attn else "it has no attention"
-        if attn.rotary or cfg.positional_embedding_type == "rotary":
-            return "queries and keys are rotated by their positions, between which the product would have to be taken"
-        if attn.qk_norms:
-            return "queries and keys go through norms"
-        if cfg.n_kv_heads != cfg.n_heads:
-            return f"{cfg.n_heads} query heads share {cfg.n_kv_heads} heads of keys and values"
-        if cfg.d_head > cfg.d_model:
-            return f"d_head={cfg.d_head} is more than d_model={cfg.d_model}"
-        outputs, saved_biases = [self.parts.output(path) for _, path in self.parts.blocks], SavedBiases(self.core)
-        if not all(self.parts.has_bias(path) and not saved_biases.has_output(path) for path in outputs):
-            return "the output projection has no bias to take up those of the values"
-        return ""
+
+def _fold_value_biases(parts: ProcessedParts) -> str:
+    attn = parts.architecture.stack.attn
+    if attn is None:
+        return "it has no attention"
+    if any(block.attentions != (attn,) for block in parts.architecture.stack.every_block):
+        return "its layers do not have one attention each, the same in all of them"
+    if attn.sinks or isinstance(attn.z_transform, SinkGate):
+        return "it has attention sinks: the rows of its pattern do not sum to one"
+    if attn.clip is not None:
+        return f"its values are clamped to {attn.clip:g}, biases included"
+    if attn.z_transform or attn.v.norm:
+        between = "norm" if attn.v.norm else _WORDS[type(attn.z_transform)]
+        return f"a {between} stands between its values and its output projection"
+    return ""
+
+
+def _refactor(parts: ProcessedParts) -> str:
+    cfg, attn = parts.cfg, parts.architecture.stack.attn
+    if attn is None or (reason := _fold_value_biases(parts)):
+        return reason if attn else "it has no attention"
+    if attn.rotary or cfg.positional_embedding_type == "rotary":
+        return "queries and keys are rotated by their positions, between which the product would have to be taken"
+    if attn.qk_norms:
+        return "queries and keys go through norms"
+    if cfg.n_kv_heads != cfg.n_heads:
+        return f"{cfg.n_heads} query heads share {cfg.n_kv_heads} heads of keys and values"
+    if cfg.d_head > cfg.d_model:
+        return f"d_head={cfg.d_head} is more than d_model={cfg.d_model}"
+    outputs, saved_biases = [parts.output(path) for _, path in parts.blocks], SavedBiases(parts.core)
+    if not all(parts.has_bias(path) and not saved_biases.has_output(path) for path in outputs):
+        return "the output projection has no bias to take up those of the values"
+    return ""
+
+
+#: Why each transform would change what a model computes; "" where it would not.
+_OWN: Mapping[str, Callable[[ProcessedParts], str]] = {
+    "fold_ln": _fold_ln,
+    "center_writing_weights": _center_writing_weights,
+    "center_unembed": _center_unembed,
+    "fold_value_biases": _fold_value_biases,
+    _REFACTOR: _refactor,
+}
 
 
 def _why_not_written(name: str, get: Callable[[], Tensor], stored: set[int]) -> str:

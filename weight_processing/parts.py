@@ -10,12 +10,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from transformers import PreTrainedModel
 
 from adapters import MLP, Attention, MoE, Weights
 from adapters.architecture import NamedStep
@@ -147,7 +148,8 @@ class ProcessedParts:
 
     def __init__(self, weights: Weights) -> None:
         self.weights, self.cfg, self.architecture = weights, weights.cfg, weights.architecture
-        self.spread = is_spread(weights.core_model)
+        self.core = cast(PreTrainedModel, weights.core_model)
+        self.spread = is_spread(self.core)
         self.piece = max(4096, min(self.cfg.n_params // 64, 1 << 17))
 
     @cached_property
@@ -162,7 +164,7 @@ class ProcessedParts:
 
     @property
     def attn(self) -> Attention:
-        """What all blocks have, where the values' biases are folded or factors are chosen (see `Limits`)."""
+        """What all blocks have, where the values' biases are folded or factors are chosen (see `limits.py`)."""
         attn = self.architecture.stack.attn
         assert attn
         return attn
@@ -210,7 +212,7 @@ class ProcessedParts:
         if not self.spread:
             return nullcontext()
         paths = [dict(self.blocks)[place]] if place else self._ends
-        return put_together(self.weights.core_model, [self.weights.module(path) for path in paths])
+        return put_together(self.core, [self.weights.module(path) for path in paths])
 
     @property
     def _ends(self) -> list[str]:
@@ -357,7 +359,7 @@ class ProcessedParts:
             paths += [join(path, part.path, at) for at in part.submodules.values()]
             if isinstance(part, Attention) and part.sinks:
                 known.add(id(getattr(self.weights.module(join(path, part.path)), part.sinks)))
-        if (bias := a.readout.bias_of(self.weights.core_model)) is not None:
+        if (bias := a.readout.bias_of(self.core)) is not None:
             known.add(id(bias))
         for path in paths:
             known.update(id(parameter) for parameter in self.weights.module(path).parameters())

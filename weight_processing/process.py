@@ -39,7 +39,7 @@ from transformers import PreTrainedModel
 from adapters import Architecture, Weights
 from adapters.config import ModelConfig
 from weight_processing.check import LogProbCheck, ProcessingError
-from weight_processing.limits import Limits, is_as_left, no_processing
+from weight_processing.limits import is_as_left, no_processing, why_not
 from weight_processing.parts import ProcessedParts, held_here, is_spread
 from weight_processing.saving import SavedBiases, untie
 from weight_processing.steps import TRANSFORMS
@@ -280,9 +280,8 @@ def _what_can_be_done(model: Processable, asked: Mapping[str, Choice]) -> tuple[
     reasons = dict.fromkeys(asked, why) if why else {}
     if not why:
         parts = ProcessedParts(model.weights)
-        limits = Limits(model.core, parts)
         undone = [name for name in asked if model.cfg.processed.get(name) != DONE]
-        reasons = {name: reason for name in undone if (reason := limits.reason(name))}
+        reasons = {name: reason for name in undone if (reason := why_not(parts, name))}
     for name, reason in reasons.items():
         if isinstance(asked[name], bool):
             raise ProcessingError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -151,7 +151,7 @@ class FoundAttention:
             entered = norm.entered
             if (
                 self.owner.holds(norm)
-                and norm.left[0].mark == self.z.mark
+                and norm.returned.mark == self.z.mark
                 and entered
                 and entered.live.shape == z.shape
             ):
@@ -163,12 +163,12 @@ class FoundAttention:
         inside = [call for call in self.recording.calls if self.owner.holds(call) and call is not self.part.producer]
         return [
             call for call in inside
-            if (call.is_linear or call in self.norms) and len(call.left) == 1 and call.left[0].live.requires_grad
+            if (call.is_linear or call in self.norms) and len(call.left) == 1 and call.returned.live.requires_grad
             and call.end < self.part.producer.start
         ]  # fmt: skip
 
     def _trace(self) -> None:
-        live = [call.left[0].live for call in self.sources]
+        live = [call.returned.live for call in self.sources]
         if not live or not self.softmax.scores.requires_grad or not self.z_by_head.requires_grad:
             raise NotFound("no linear layer inside of it has a gradient")
         query = min(5, self.query_pos - 1)
@@ -270,10 +270,10 @@ class FoundAttention:
 
     def _bias_behind(self, letter: str) -> tuple[str, Tensor] | None:
         """A parameter between a projection and the product, with its numbers ``[head, d_head]``."""
-        factor = self.softmax.query if letter == "q" else self.softmax.key
+        factor = self.softmax.factor(letter)
         if letter not in self.found or factor is None or factor.shape[1] != len(self.found[letter][1]):
             return None
-        before, after = self._by_head(self.found[letter][0].left[0].value, letter), factor.detach().transpose(1, 2)
+        before, after = self._by_head(self.found[letter][0].returned.value, letter), factor.detach().transpose(1, 2)
         if before.shape != after.shape:
             return None
         x, y = (each.double() - each.double().mean((0, 1)) for each in (before, after))
@@ -287,7 +287,7 @@ class FoundAttention:
 
     def _from_before(self, call: ModuleCall, query: int) -> bool:
         """Whether `z` at a position is made from what a call puts out at the one before: a gate's is not."""
-        live = call.left[0].live
+        live = call.returned.live
         z = self.mixed[:, query]
         gradient = gradient_of(z.pow(2).sum() + z.sum(), live)
         rows = None if gradient is None else by_position(gradient, self.recording.batch, self.query_pos)
@@ -313,7 +313,7 @@ class FoundAttention:
             if call.is_linear:
                 return call, sets, None
             # A norm over all heads: its input has the layout of its output.
-            before = [c for c in self.sources[:index] if c.is_linear and c.left[0].mark == call.entered.mark]
+            before = [c for c in self.sources[:index] if c.is_linear and c.returned.mark == call.entered.mark]
             if before and call.entered.value.ndim == 3:
                 return before[-1], sets, call
             if (part := self._part_that(call, index)) is not None:
@@ -326,7 +326,7 @@ class FoundAttention:
         assert norm.entered is not None
         x, width = norm.entered.value, norm.entered.value.shape[-1]
         for call in reversed(self.sources[:index]):
-            made = call.left[0].value
+            made = call.returned.value
             if not call.is_linear or made.shape[:-1] != x.shape[:-1] or made.shape[-1] <= width:
                 continue
             for start in range(0, made.shape[-1] - width + 1, width):
@@ -358,7 +358,7 @@ class FoundAttention:
         projections = {"v": UNKNOWN}
         own = {letter: each for letter, each in self.found.items() if self.keys_of is None or letter == "q"}
         for letter, (call, sets, _) in own.items():
-            made = call.left[0].value
+            made = call.returned.value
             view = heads_view(sets, made.shape[-1])
             if made.ndim == 4 and made.shape[1] == 1:
                 view = Composed(OneHead(), view or Heads(len(sets)))
@@ -454,7 +454,7 @@ class FoundAttention:
         for letter in letters:
             entered = self.found[letter][0].entered
             assert entered is not None
-            made = [c for c in self.sources if c.left[0].mark == entered.mark and c.end < self.found[letter][0].start]
+            made = [c for c in self.sources if c.returned.mark == entered.mark and c.end < self.found[letter][0].start]
             pre = self.part.pre is not None and bool(made) and made[-1].path == self.part.pre.path
             if self.owner.reads(entered.mark) or pre:
                 found.add(None)
@@ -489,7 +489,7 @@ class FoundAttention:
         call, _, norm = self.found[letter]
         if norm is None:
             # As wide as a head, or as all of them, and behind the projection.
-            d_head, made = len(self.found[letter][1][0]), call.left[0].value
+            d_head, made = len(self.found[letter][1][0]), call.returned.value
             heads = len(self.found[letter][1])
             for other in self.sources:
                 if other.is_linear or other.start < call.end or other.entered is None:
@@ -507,11 +507,11 @@ class FoundAttention:
 
     def _is_last(self, letter: str, norm: ModuleCall) -> bool:
         """Whether a norm puts out the queries (keys) that enter the product, not repeated for groups."""
-        factor = self.softmax.query if letter == "q" else self.softmax.key
+        factor = self.softmax.factor(letter)
         if factor is None or factor.shape[1] % len(self.found[letter][1]):
             return False
         once = factor.detach()[:, :: factor.shape[1] // len(self.found[letter][1])]
-        made = norm.left[0].value
+        made = norm.returned.value
         return any(made.shape == each.shape and torch.equal(made, each) for each in (once, once.transpose(1, 2)))
 
     def _by_head(self, made: Tensor, letter: str) -> Tensor:
@@ -536,16 +536,16 @@ class FoundAttention:
 
     def normed(self, letter: str) -> Tensor:
         """Queries or keys as they leave their norm, ``[batch, pos, head, d_head]``; or as they meet."""
-        factor = self.softmax.query if letter == "q" else self.softmax.key
+        factor = self.softmax.factor(letter)
         if letter not in self.found and factor is not None:
             return factor.detach().transpose(1, 2)
         call, sets, _ = self.found[letter]
         norm = self._norm(letter)
         if norm is None or (self.normed_last and letter in "qk"):
-            made = self._by_head(call.left[0].value, letter)
+            made = self._by_head(call.returned.value, letter)
             made = made if self.clip is None else made.clamp(-self.clip, self.clip)
             return made + self.biases[letter][1] if letter in self.biases else made
-        rows = by_position(norm[1].left[0].value, self.recording.batch, self._positions(letter))
+        rows = by_position(norm[1].returned.value, self.recording.batch, self._positions(letter))
         assert rows is not None
         rows = rows if self.clip is None or not self.clips_normed else rows.clamp(-self.clip, self.clip)
         return rows.unflatten(-1, (len(sets), -1))
@@ -556,7 +556,7 @@ class FoundAttention:
         if self.normed_last and norm is not None and norm[1].entered is not None:
             entered = norm[1].entered.value
             return entered if self._over(norm[1]) == "heads first" else entered.transpose(1, 2)
-        factor = self.softmax.query if letter == "q" else self.softmax.key
+        factor = self.softmax.factor(letter)
         return None if factor is None else factor.detach()
 
     def rotated(self) -> bool:
@@ -614,100 +614,92 @@ def with_values(found: FoundAttention, declared: Attention) -> Attention:
     v = found.normed("v").double()
     pattern = found.softmax.pattern[..., : v.shape[1]].double()
     mixed = result_of(pattern, v.transpose(1, 2)).transpose(1, 2)
-    z = found.z_by_head.detach().double()
-    if mixed.shape != z.shape:
-        raise NotFound(f"what enters its output projection is {z.shape[-1]} wide for each head, values {v.shape[-1]}")
-    between = _Between(found, mixed, z)
-    if between.is_z(mixed):
+    if mixed.shape != found.z_by_head.shape:
+        wide = found.z_by_head.shape[-1]
+        raise NotFound(f"what enters its output projection is {wide} wide for each head, values {v.shape[-1]}")
+    if _is_z(found, mixed):
         return declared
-    if transform := between.factor() or between.norm() or between.gate():
+    if transform := _factor(found, mixed) or _norm(found, mixed) or _gate(found, mixed):
         return replace(declared, z_transform=transform)
-    if bias := between.bias():
+    if bias := _bias(found, mixed):
         return replace(declared, v=replace(declared.v, bias=bias))
-    if last := between.added() or between.sinks():
+    if last := _added(found, mixed) or _sinks(found, mixed):
         return replace(declared, z_transform=last)
     raise NotFound("what enters its output projection is not pattern @ v: something unknown stands between")
 
 
-@dataclass(frozen=True)
-class _Between:
-    """What may stand between `pattern @ v` and `z`, each looked for by itself; None where it is not that.
+# What may stand between `pattern @ v`, ``[batch, query, head, d_head]``, and `z`, each looked for by itself; None where
+# it is not that.
 
-    Attributes:
-        found: the attention.
-        mixed: ``pattern @ v``, ``[batch, query, head, d_head]``.
-        z: what enters the output projection, likewise.
-    """
 
-    found: FoundAttention
-    mixed: Tensor
-    z: Tensor
+def _is_z(found: FoundAttention, x: Tensor) -> bool:
+    """Whether this is what enters the output projection."""
+    return agree(x, found.z_by_head.detach().double(), found.z.value)
 
-    def is_z(self, x: Tensor) -> bool:
-        """Whether this is what enters the output projection."""
-        return agree(x, self.z, self.found.z.value)
 
-    def _relative(self, path: str) -> str:
-        return relative(path, self.found.owner.path)
+def _factor(found: FoundAttention, mixed: Tensor) -> Affine | None:
+    """A constant."""
+    factor = rounded(float((mixed * found.z_by_head.detach()).sum() / (mixed * mixed).sum()))
+    made, entered = found.made_by("v").returned.live, found.found["v"][0].entered
+    known = _is_z(found, mixed * factor) and entered
+    return Affine(factor) if known and is_linear_through(found.z_by_head, made, known.live) else None
 
-    def factor(self) -> Affine | None:
-        """A constant."""
-        factor = rounded(float((self.mixed * self.z).sum() / (self.mixed * self.mixed).sum()))
-        made, entered = self.found.made_by("v").left[0].live, self.found.found["v"][0].entered
-        known = self.is_z(self.mixed * factor) and entered
-        return Affine(factor) if known and is_linear_through(self.found.z_by_head, made, known.live) else None
 
-    def norm(self) -> Norm | None:
-        """A norm over all heads, or each."""
-        for call in self.found.sources:
-            behind = call.entered if not call.is_linear and call.left[0].mark == self.found.z.mark else None
-            if behind and agree(behind.value.flatten(2), self.mixed.flatten(2), self.found.z.value):
-                return Norm(self._relative(call.path), self.found.norms[call])
-        return None
+def _norm(found: FoundAttention, mixed: Tensor) -> Norm | None:
+    """A norm over all heads, or each."""
+    for call in found.sources:
+        behind = call.entered if not call.is_linear and call.returned.mark == found.z.mark else None
+        if behind and agree(behind.value.flatten(2), mixed.flatten(2), found.z.value):
+            return Norm(relative(call.path, found.owner.path), found.norms[call])
+    return None
 
-    def gate(self) -> Gate | None:
-        """A function of what a projection makes."""
-        for call, sets in self.found.gates:
-            rows = by_position(call.left[0].value, self.found.recording.batch, self.found.query_pos)
-            gate = None if rows is None else rows[..., torch.tensor(sets, device=rows.device)].double()
-            if gate is None or gate.shape[-1] not in (1, self.z.shape[-1]):
-                continue
-            made = Projection(self._relative(call.path), heads_view(sets, call.left[0].value.shape[-1]))
-            own = self.found.owner.module.named_parameters(recurse=False)
-            sums = {name: gate + p.detach()[:, None] for name, p in own if p.shape == gate.shape[2:3]}
-            for bias, total in ((None, gate), *sums.items()):
-                for name in GATE_FUNCTIONS:
-                    tried = Gate(replace(made, bias=bias), name)
-                    if self.is_z(tried.of(self.mixed, total)):
-                        return tried
-        return None
 
-    def bias(self) -> str | None:
-        """The name of a parameter that is added to the values."""
-        rest = self.z - self.mixed
-        bound = worked_out(self.found.z.value) * float(self.z.abs().max())
-        alike = bool(((rest - rest[:1, :1]).abs() <= bound).all())
-        return parameter_of(self.found.owner.module, rest[0, 0], bound) if alike else None
+def _gate(found: FoundAttention, mixed: Tensor) -> Gate | None:
+    """A function of what a projection makes."""
+    for call, sets in found.gates:
+        rows = by_position(call.returned.value, found.recording.batch, found.query_pos)
+        gate = None if rows is None else rows[..., torch.tensor(sets, device=rows.device)].double()
+        if gate is None or gate.shape[-1] not in (1, mixed.shape[-1]):
+            continue
+        made = Projection(relative(call.path, found.owner.path), heads_view(sets, call.returned.value.shape[-1]))
+        own = found.owner.module.named_parameters(recurse=False)
+        sums = {name: gate + p.detach()[:, None] for name, p in own if p.shape == gate.shape[2:3]}
+        for bias, total in ((None, gate), *sums.items()):
+            for name in GATE_FUNCTIONS:
+                tried = Gate(replace(made, bias=bias), name)
+                if _is_z(found, tried.of(mixed, total)):
+                    return tried
+    return None
 
-    def added(self) -> AddedOutput | None:
-        """The output of a module that reads the values, too."""
-        for call in self.found.recording.between(self.found.owner.start, self.found.owner.end):
-            made = call.left[0].value if call.left and call.is_leaf else None
-            if made is None or made.shape != self.z.transpose(1, 2).shape:
-                continue
-            tried = AddedOutput(self._relative(call.path))
-            if self.is_z(tried.of(self.mixed, made)):
-                return tried
-        return None
 
-    def sinks(self) -> SinkGate | None:
-        """The sigmoid of what the scores add up to, less a parameter of each head."""
-        scores = self.found.softmax.scores.detach()
-        for name, parameter in self.found.owner.module.named_parameters(recurse=False):
-            one_each = parameter.shape == (self.found.n_heads,)
-            if one_each and self.is_z(SinkGate(name).of(self.mixed, scores, parameter.detach())):
-                return SinkGate(name)
-        return None
+def _bias(found: FoundAttention, mixed: Tensor) -> str | None:
+    """The name of a parameter that is added to the values."""
+    z = found.z_by_head.detach().double()
+    rest, bound = z - mixed, worked_out(found.z.value) * float(z.abs().max())
+    alike = bool(((rest - rest[:1, :1]).abs() <= bound).all())
+    return parameter_of(found.owner.module, rest[0, 0], bound) if alike else None
+
+
+def _added(found: FoundAttention, mixed: Tensor) -> AddedOutput | None:
+    """The output of a module that reads the values, too."""
+    for call in found.recording.between(found.owner.start, found.owner.end):
+        made = call.returned.value if call.left and call.is_leaf else None
+        if made is None or made.shape != mixed.transpose(1, 2).shape:
+            continue
+        tried = AddedOutput(relative(call.path, found.owner.path))
+        if _is_z(found, tried.of(mixed, made)):
+            return tried
+    return None
+
+
+def _sinks(found: FoundAttention, mixed: Tensor) -> SinkGate | None:
+    """The sigmoid of what the scores add up to, less a parameter of each head."""
+    scores = found.softmax.scores.detach()
+    for name, parameter in found.owner.module.named_parameters(recurse=False):
+        one_each = parameter.shape == (found.n_heads,)
+        if one_each and _is_z(found, SinkGate(name).of(mixed, scores, parameter.detach())):
+            return SinkGate(name)
+    return None
 
 
 def auxiliary_modules(found: FoundAttention, declared: Attention, norms: Norms) -> tuple[tuple[str, str], ...]:

@@ -43,7 +43,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from adapters.architecture import Architecture, Block, Head, NamedStep, Part, Readout, Stack, Step
+from adapters.architecture import Architecture, Block, Embedding, Head, NamedStep, Part, Readout, Stack, Step
 from adapters.attention import Attention
 from adapters.automatic.attention import FoundAttention, auxiliary_modules, of_attention, with_values
 from adapters.automatic.blocks import (
@@ -57,16 +57,18 @@ from adapters.automatic.blocks import (
     why_no_layers,
 )
 from adapters.automatic.ends import (
-    End,
-    FoundEmbedding,
     Pool,
+    factor_between,
     find_embedding,
     find_final_norm,
+    find_heads,
     find_patches,
     find_pool,
+    find_readout,
     find_unembedding,
     returned_by,
     taken_as,
+    what_is_read,
 )
 from adapters.automatic.facts import Facts, all_rotated, all_sized
 from adapters.automatic.feed_forward import FoundExpertModules, FoundMixture, FoundMLP, experts_of, list_of_experts
@@ -168,10 +170,11 @@ class _Inference:
         stacks = self._lists_of_blocks()
         (found, *others) = stacks
         number_norms(stacks, self.recording)
-        embedding = self._embedding(found)
-        self.not_offered |= embedding.missing
-        if embedding.missing:
-            self.unknown["embedding"] = "; ".join(embedding.missing.values())
+        missing: dict[str, str] = {}
+        embedding = self._embedding(found, missing)
+        self.not_offered |= missing
+        if missing:
+            self.unknown["embedding"] = "; ".join(missing.values())
         first_stack, last_norm = self._stack(found, "encoder" if others else "blocks")
         unembed = find_unembedding(self.model, self.recording, stacks[-1].blocks[-1].end)
         pooled = self._pooled(found, last_norm) if self.main is not None and not others else None
@@ -188,7 +191,7 @@ class _Inference:
         values = self.facts.values(found, unembed)
         declared[0] = replace(
             declared[0],
-            embedding=embedding.declared(self.relative),
+            embedding=embedding.moved(self.relative),
             changed_in_place=(*declared[0].changed_in_place, *self._changed_before(found.blocks[0].start)),
         )
         for i, each in enumerate(stacks):
@@ -217,7 +220,7 @@ class _Inference:
     def _is_positions_first(self, path: str) -> bool:
         """Whether a module outside of the blocks puts out positions before the batch."""
         calls = self.recording.of(path)
-        return bool(calls) and self.recording.turned(calls[0].left[0].value)
+        return bool(calls) and self.recording.turned(calls[0].returned.value)
 
     def _lists_of_blocks(self) -> list[FoundStack]:
         """The lists of blocks that a stream runs through: one, or an encoder's and a decoder's.
@@ -243,16 +246,16 @@ class _Inference:
             raise NotInferable(f"it has {len(stacks)} lists of blocks ({', '.join(stack.path for stack in stacks)})")
         return [with_streams(each, self.recording) for each in stacks]
 
-    def _embedding(self, found: FoundStack) -> FoundEmbedding:
-        """What the first stream begins with.
+    def _embedding(self, found: FoundStack, missing: dict[str, str]) -> Embedding:
+        """What the first stream begins with; what cannot be found of it is noted, by hook name.
 
         Raises:
             NotInferable: the model reads tokens, and no embedding of them ran.
         """
         if self.main is not None:
-            return FoundEmbedding(find_patches(self.recording, first_of(found)))
+            return find_patches(self.recording, first_of(found))
         text = text_places(self.model, self.given, found.blocks[0].module, found.stream.value)
-        embedding = find_embedding(self.model, self.recording, first_of(found), text=text)
+        embedding = find_embedding(self.model, self.recording, first_of(found), missing, text=text)
         if embedding is None:
             raise NotInferable("no token embedding ran")
         return taken_as(embedding, self.model, self.given, first_of(found))
@@ -265,10 +268,10 @@ class _Inference:
         on_stream = bool(stack.block.steps and stack.block.steps[-1].stream_norm)
         if found.positions_first and unembed.entered and not self.recording.turned(unembed.entered.value):
             last = last.transposed()
-        end = End(self.model, self.recording, self.core, unembed, found.blocks[-1].end)
-        normed, function = end.normed(last.value, last_norm, on_stream)
-        heads = end.heads(normed)
-        readout, unknown = end.readout(self.given, normed, bool(heads))
+        normed, function = what_is_read(self.recording, unembed, last.value, last_norm, on_stream)
+        factor = None if unembed.entered is None else factor_between(normed, unembed.entered.value)
+        heads = find_heads(self.recording, self.core, unembed, factor, found.blocks[-1].end)
+        readout, unknown = find_readout(self.model, self.core, self.given, unembed, 1.0 if heads else factor)
         if unknown:
             self.unknown["readout"] = self.not_offered["logits of the stream"] = unknown
         else:
@@ -326,13 +329,14 @@ class _Inference:
     def _decoder(self, found: FoundStack, encoder: FoundStack) -> tuple[Stack, Norm | None]:
         """The list of blocks that runs behind the encoder's, with the embeddings that make its first stream."""
         stack, final = self._stack(found, "decoder")
-        embedding = find_embedding(self.model, self.recording, found.blocks[0], since=encoder.blocks[-1].end)
+        missing: dict[str, str] = {}
+        embedding = find_embedding(self.model, self.recording, found.blocks[0], missing, encoder.blocks[-1].end)
         if embedding is None:
             self.not_offered["decoder_embed"] = "no token embedding ran between the encoder and the decoder"
             return stack, final
-        for what, why in embedding.missing.items():
+        for what, why in missing.items():
             self.not_offered[f"decoder_{what.removeprefix('hook_')}"] = why
-        return replace(stack, embedding=embedding.declared(self.relative)), final
+        return replace(stack, embedding=embedding.moved(self.relative)), final
 
     def _block_inputs(self, found: FoundStack, last: float) -> dict[int, tuple[tuple[str, float], ...]]:
         """What blocks are given that is not what left the one before.
@@ -574,7 +578,7 @@ def _step(declared: Part, part: FoundPart, total: Sum, term: Addend, norms: Norm
         stream_norm=_norm(total.norm, norms, block) if term is total.terms[-1] else None,
         residual_transform=total.residual_transform if term is total.terms[0] else (),
         residual_sum_module=None if total.sum_module is None else at(total.sum_module.path),
-        mix=None if total.mix is None else total.mix.of(block.path),
+        mix=total.mix and replace(total.mix, path=at(total.mix.path)),
         out=None if at(out.path) == declared.path else at(out.path),
         out_element=seen.key or 0,
         entry=entry,

@@ -169,7 +169,7 @@ def _parallel(model: nn.Module, recording: Recording) -> FoundStack | None:
         for together in zip(*whole, strict=True):
             calls = sorted(together, key=lambda call: call.start)
             first, last = calls[0], calls[-1]
-            if first.entered is None or len(last.left) != 1 or last.left[0].key is not None:
+            if first.entered is None or len(last.left) != 1 or last.returned.key is not None:
                 break
             block = ModuleCall(path, module, output=last.output, start=first.start - 1, end=last.end)
             block.entered, block.left = first.entered, list(last.left)
@@ -370,12 +370,12 @@ def _sources(
     before = [
         each for each in recording.calls
         if -1 < each.end <= call.start and not any(block.holds(each) for block in blocks)
-        and each.left and each.left[0].value.shape == entered.value.shape
+        and each.left and each.returned.value.shape == entered.value.shape
         and (each.module is embedding or norm_kind(each))
     ]  # fmt: skip
     target = entered.value.double().flatten()
     for one, other in itertools.combinations(before, 2):
-        columns = torch.stack([one.left[0].value.double().flatten(), other.left[0].value.double().flatten()], 1)
+        columns = torch.stack([one.returned.value.double().flatten(), other.returned.value.double().flatten()], 1)
         weights = torch.linalg.lstsq(columns, target[:, None]).solution[:, 0]
         if agree(columns @ weights, target, entered.value) and bool((weights > NEGLIGIBLE).all()):
             return tuple((each, float(f"{w:.5g}")) for each, w in zip((one, other), weights.tolist(), strict=True))

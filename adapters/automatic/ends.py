@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -43,38 +43,21 @@ _BEYOND_CHANCE = 4
 NO_SUM = "the first stream is not the token embedding and what other modules put out"
 
 
-@dataclass
-class FoundEmbedding:
-    """What makes the first stream of a stack, with paths of the model; `declared` has those of the base model.
-
-    Attributes:
-        embedding: it.
-        missing: what could not be found, by hook name.
-    """
-
-    embedding: Embedding
-    missing: dict[str, str] = field(default_factory=dict)
-
-    def declared(self, relative: Callable[[str], str]) -> Embedding:
-        """The declaration of it.
-
-        Args:
-            relative: makes a path from the base model of one from the model.
-        """
-        found = self.embedding
-        added = sorted(found.added, key=lambda table: KINDS.index(table[0]))
-        return replace(found, added=tuple(added)).moved(relative)
-
-
 def find_embedding(
-    model: nn.Module, recording: Recording, first: ModuleCall, since: int = -1, text: Tensor | None = None
-) -> FoundEmbedding | None:
-    """What makes the stream that enters the first block; None where no token embedding ran.
+    model: nn.Module,
+    recording: Recording,
+    first: ModuleCall,
+    missing: dict[str, str],
+    since: int = -1,
+    text: Tensor | None = None,
+) -> Embedding | None:
+    """What makes the stream that enters the first block, with paths of the model; None where no token embedding ran.
 
     Args:
         model: the model.
         recording: of its run.
         first: the call of the first block.
+        missing: what cannot be found is noted here, by hook name.
         since: the time from which on its embeddings run: when the stack before it has ended.
         text: ``[batch, pos]``, where the stream is made of tokens; None: everywhere.
     """
@@ -86,26 +69,25 @@ def find_embedding(
     if not called or first.entered is None:
         return None
     # A table of positions may run before that of tokens (FSMT): it makes the same of every row.
-    tokens = next((call for call in called if not _same_for_each_row(call.left[0].value)), called[0])
-    return _EmbeddingSearch(model, recording, before, tokens, first.entered, text).run()
+    tokens = next((call for call in called if not _same_for_each_row(call.returned.value)), called[0])
+    return _EmbeddingSearch(model, recording, before, tokens, first.entered, text, missing).run()
 
 
-def taken_as(found: FoundEmbedding, model: nn.Module, given: Given, first: ModuleCall) -> FoundEmbedding:
+def taken_as(made: Embedding, model: nn.Module, given: Given, first: ModuleCall) -> Embedding:
     """The same, and how the model takes embeddings in place of tokens: by what its first block is given then.
 
     Args:
-        found: what makes the first stream.
+        made: what makes the first stream.
         model, given: the model and what it was run on.
         first: the call of the first block.
     """
-    made, named = found.embedding, {name: x for name, x in given.items() if name != "input_ids"}
-    core = core_of(model)
-    if "input_ids" not in given or not may_take(core, "inputs_embeds"):
-        return found
+    named = {name: x for name, x in given.items() if name != "input_ids"}
+    if "input_ids" not in given or not may_take(core_of(model), "inputs_embeds"):
+        return made
     assert first.entered is not None
     rows = model.get_submodule(made.tokens).forward(given["input_ids"])
     if not isinstance(rows, Tensor):
-        return found
+        return made
     rows = rows.detach()
     stream = first.entered.value
     tried: dict[Literal["rows", "multiplied"], Tensor] = {"rows": rows, "multiplied": rows * made.factor}
@@ -114,10 +96,10 @@ def taken_as(found: FoundEmbedding, model: nn.Module, given: Given, first: Modul
             seen = entering(first.module, partial(model, inputs_embeds=x, **named))
         except WRONG as error:
             one_line(error)  # it takes none: whoever gives it some is told so by the model
-            return found
+            return made
         if seen is not None and seen.shape == stream.shape and agree(seen, stream, stream):
-            return replace(found, embedding=replace(made, given=how))
-    return replace(found, embedding=replace(made, given="other"))
+            return replace(made, given=how)
+    return replace(made, given="other")
 
 
 def entering(module: nn.Module, run: Callable[[], object]) -> Tensor | None:
@@ -148,7 +130,7 @@ class _EmbeddingSearch:
         stream: the first stream.
         text: as for `find_embedding`.
         found: as far as it is found.
-        missing: as in `FoundEmbedding`.
+        missing: as for `find_embedding`.
     """
 
     model: nn.Module
@@ -157,10 +139,11 @@ class _EmbeddingSearch:
     tokens: ModuleCall
     stream: BorderTensor
     text: Tensor | None
-    missing: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str]
 
-    def run(self) -> FoundEmbedding:
-        rows = self.tokens.left[0].value
+    def run(self) -> Embedding:
+        """What is found."""
+        rows = self.tokens.returned.value
         if rows.ndim == 3 and self.stream.value.shape == rows.transpose(0, 1).shape != rows.shape:
             self.stream = self.stream.transposed()  # blocks are given positions first, this is not
         self.found = Embedding(self.tokens.path)
@@ -171,13 +154,13 @@ class _EmbeddingSearch:
             self.missing["hook_embed"] = f"{self.tokens.path} puts out the shape {shapes}"
         else:
             self._explain(rows, target)
-        return FoundEmbedding(self.found, self.missing)
+        return replace(self.found, added=tuple(sorted(self.found.added, key=lambda table: KINDS.index(table[0]))))
 
     def _behind_projection(self, target: BorderTensor) -> BorderTensor:
         """What a linear layer reads that puts out the first stream; else the stream."""
-        rows = self.tokens.left[0].value
+        rows = self.tokens.returned.value
         for call in reversed(self.before):
-            if call.left[0].mark == target.mark and call.is_linear and call.entered:
+            if call.returned.mark == target.mark and call.is_linear and call.entered:
                 if call.entered.value.shape[:2] != rows.shape[:2]:
                     return target
                 self.found = replace(self.found, project=call.path, module=call.path)
@@ -187,7 +170,7 @@ class _EmbeddingSearch:
     def _behind_norm(self, target: BorderTensor) -> BorderTensor:
         """What a norm reads that puts this out; else this. What the table of tokens norms itself is its own."""
         for call in reversed(self.before):
-            if call.left[0].mark != target.mark or self.tokens.holds(call) or call.entered is None:
+            if call.returned.mark != target.mark or self.tokens.holds(call) or call.entered is None:
                 continue
             if (kind := norm_kind(call)) is not None:
                 self.found = replace(self.found, norm=Norm(call.path, kind))
@@ -199,25 +182,25 @@ class _EmbeddingSearch:
         if self.found.project is not None or (rows.shape == target.shape and _is_in(rows, target)):
             return rows
         for call in self.before:
-            if call.is_linear and call.start > self.tokens.end and call.left[0].value.shape == target.shape:
+            if call.is_linear and call.start > self.tokens.end and call.returned.value.shape == target.shape:
                 if not _reads(call, rows):
                     return rows
                 self.found = replace(self.found, project=call.path)
-                return call.left[0].value
+                return call.returned.value
         return rows
 
     def _others(
         self, rows: Tensor, target: BorderTensor
     ) -> tuple[dict[ModuleCall, Tensor], dict[ModuleCall, list[str]]]:
         """What else may be added, with the further calls of the same table that put out the same."""
-        known = {self.tokens.left[0].mark, target.mark, mark(rows)}
+        known = {self.tokens.returned.mark, target.mark, mark(rows)}
         others: dict[ModuleCall, Tensor] = {}
         again: dict[ModuleCall, list[str]] = {}
         for call in self.before:
-            x = _for_each_row(call.left[0].value, target.value.shape) if call.is_leaf else None
-            same = next((other for other in others if other.left[0].mark == call.left[0].mark), None)
-            if x is not None and call.left[0].mark not in known:
-                known.add(call.left[0].mark)
+            x = _for_each_row(call.returned.value, target.value.shape) if call.is_leaf else None
+            same = next((other for other in others if other.returned.mark == call.returned.mark), None)
+            if x is not None and call.returned.mark not in known:
+                known.add(call.returned.mark)
                 others[call] = x
             elif same is not None and same.module is call.module:
                 again.setdefault(same, []).append(self.recording.numbered(call))
@@ -229,7 +212,7 @@ class _EmbeddingSearch:
         where = 1 if self.text is None else self.text.unsqueeze(-1)
         weights = _weights(target.value * where, [rows * where, *(x * where for x in others.values())])
         if weights is None:
-            own = rows is self.tokens.left[0].value
+            own = rows is self.tokens.returned.value
             by = _adjusted(self.model, rows, target.value) if own else None
             placed = _placed(self.model, rows, target.value) if own and by is None else None
             if by is None and placed is None:
@@ -251,7 +234,7 @@ class _EmbeddingSearch:
     def _normed_alone(self, added: dict[ModuleCall, float]) -> bool:
         """Whether a norm of the token embedding is a term of the sum, which is then no table."""
         for call, weight in added.items():
-            reads = call.reads(self.tokens.left[0].mark)
+            reads = call.reads(self.tokens.returned.mark)
             if weight == 1 and reads and self.found.norm is None and (kind := norm_kind(call)) is not None:
                 self.found = replace(self.found, norm=Norm(call.path, kind))
                 added[call] = 0.0
@@ -275,7 +258,7 @@ class _EmbeddingSearch:
                 name = "hook_pos_embed" if what == "positions" else "hook_token_types"
                 self.missing[name] = f"{call.path} is added to the token embedding, times {weight:g}"
             else:
-                of_rows = call.end <= self.tokens.start and call.left[0].value.shape == others[call].shape
+                of_rows = call.end <= self.tokens.start and call.returned.value.shape == others[call].shape
                 self._add("row positions" if what == "positions" and of_rows else what, call.path)
 
     def _add(self, what: TableOf, *paths: str) -> None:
@@ -290,7 +273,7 @@ class _EmbeddingSearch:
             return
         around = tightest(
             call for call in self.before
-            if call.left[0].mark == self.stream.mark and call.holds(self.tokens) and not call.is_leaf
+            if call.returned.mark == self.stream.mark and call.holds(self.tokens) and not call.is_leaf
         )  # fmt: skip
         # With no module around them, the norm is what puts out the first stream.
         self.found = replace(found, module=(around or found.norm).path)
@@ -408,7 +391,7 @@ def find_patches(recording: Recording, first: ModuleCall) -> Embedding:
         return Embedding()
     stream = first.entered
     before = [call for call in recording.calls if -1 < call.end <= first.start and len(call.left) == 1]
-    makes = [call for call in before if call.left[0].mark == stream.mark and call.left[0].key is None]
+    makes = [call for call in before if call.returned.mark == stream.mark and call.returned.key is None]
     module = max(makes, key=lambda call: call.end, default=None)
     if module is None or len(recording.of(module.path)) > 1:
         return Embedding()
@@ -429,7 +412,7 @@ def _makes_patches(call: ModuleCall, stream: Tensor) -> bool:
     """Whether it is the layer whose vectors are the last of a stream, but for what is the same in each image."""
     if not isinstance(call.module, nn.Conv2d | nn.Linear):
         return False
-    made = as_patches(call.module, call.left[0].value)
+    made = as_patches(call.module, call.returned.value)
     if made.ndim != 3 or made.shape[::2] != stream.shape[::2] or made.shape[1] > stream.shape[1]:
         return False
     rest = stream[:, -made.shape[1] :] - made
@@ -463,7 +446,7 @@ def find_pool(
         after: the time at which the last block ended.
         logits: what the model returns first.
     """
-    x = recording.of(final.path)[-1].left[0].value if final else last.value
+    x = recording.of(final.path)[-1].returned.value if final else last.value
     if x.ndim != 3:
         return None
     behind = [call for call in recording.calls if call.start > after and call.entered and call.left]
@@ -472,12 +455,12 @@ def find_pool(
     norms = {call: kind for call in pools if final is None and (kind := norm_kind(call))}
     norm = next(iter(norms), None)
     for call in reads:
-        made = call.left[0].value
+        made = call.returned.value
         if logits is None or not call.is_linear or made.shape != logits.shape or not agree(made, logits):
             continue
         if call in pools:  # whatever else a norm reads (CLIP)
             return Pool(pools[call], None, call)
-        if norm and call.reads(norm.left[0].mark):
+        if norm and call.reads(norm.returned.mark):
             return Pool(pools[norm], Norm(norm.path, norms[norm]), call)
     return None if norm is None else Pool(pools[norm], Norm(norm.path, norms[norm]), None)
 
@@ -519,7 +502,7 @@ def find_unembedding(model: nn.Module, recording: Recording, after: int) -> Modu
     returned = {seen.mark for seen in recording.calls[0].left}
     return next(
         (call for call in behind if call.is_linear
-         and (getattr(call.module, "weight", None) is layer.weight or call.left[0].mark in returned)),
+         and (getattr(call.module, "weight", None) is layer.weight or call.returned.mark in returned)),
         None,
     )  # fmt: skip
 
@@ -536,7 +519,7 @@ def find_head(recording: Recording, after: int, unembed: ModuleCall) -> tuple[st
     linear: list[ModuleCall]
     for norm in behind:
         kind = norm_kind(norm) if norm.end < unembed.start else None
-        if kind is None or not unembed.reads(norm.left[0].mark):
+        if kind is None or not unembed.reads(norm.returned.mark):
             continue
         linear = [call for call in behind if call.is_linear and call.end < norm.start]
         head = tightest(call for call in behind if linear and call.holds(norm) and call.holds(linear[-1]))
@@ -548,93 +531,82 @@ def find_head(recording: Recording, after: int, unembed: ModuleCall) -> tuple[st
     around = [call for call in behind if linear and call.holds(linear[-1])]
     head = tightest(call for call in around if call.holds(unembed)) or tightest(
         call for call in around
-        if not call.is_leaf and call.end < unembed.start and call.left and unembed.reads(call.left[0].mark)
+        if not call.is_leaf and call.end < unembed.start and call.left and unembed.reads(call.returned.mark)
     )  # fmt: skip
     return (head.path, linear[-1].path, None) if head else None
 
 
-@dataclass(frozen=True)
-class End:
-    """What is behind the last block of a recorded run.
+def what_is_read(
+    recording: Recording, unembed: ModuleCall, last: Tensor, norm: Norm | None, on_stream: bool
+) -> tuple[Tensor, Norm | None]:
+    """What the final norm puts out, or else the last stream; and that norm, where it is a function.
 
-    Attributes:
-        model, recording: as for `record`.
-        core: the path of the Hugging Face model in what wraps it.
+    Args:
+        recording: of a run.
         unembed: the call of the output layer.
+        last: the last stream.
+        norm: the final norm that is a module, with its path from the model.
+        on_stream: a norm on the stream itself is the last step.
+    """
+    if norm is not None:
+        return recording.of(norm.path)[-1].returned.value, None
+    if on_stream or unembed.entered is None:
+        return last, None
+    kind = function_norm(last, unembed.entered.value)
+    return (last, None) if kind is None else (kind.of(last), Norm("", kind))
+
+
+def find_heads(
+    recording: Recording, core: str, unembed: ModuleCall, factor_in: float | None, after: int
+) -> tuple[Head, ...]:
+    """What is between the final norm and the output layer, where that does not read the norm.
+
+    Args:
+        recording, unembed: as for `what_is_read`.
+        core: the path of the Hugging Face model in what wraps it.
+        factor_in: what the norm is multiplied with before the output layer reads it; None: it does not.
         after: the time at which the last block ended.
     """
-
-    model: nn.Module
-    recording: Recording
-    core: str
-    unembed: ModuleCall
-    after: int
-
-    def normed(self, last: Tensor, norm: Norm | None, on_stream: bool) -> tuple[Tensor, Norm | None]:
-        """What the final norm puts out, or else the last stream; and that norm, where it is a function.
-
-        Args:
-            last: the last stream.
-            norm: the final norm that is a module, with its path from the model.
-            on_stream: a norm on the stream itself is the last step.
-        """
-        if norm is not None:
-            return self.recording.of(norm.path)[-1].left[0].value, None
-        if on_stream or self.unembed.entered is None:
-            return last, None
-        kind = function_norm(last, self.unembed.entered.value)
-        return (last, None) if kind is None else (kind.of(last), Norm("", kind))
-
-    def heads(self, normed: Tensor) -> tuple[Head, ...]:
-        """What is between the final norm and the output layer, where that does not read the norm.
-
-        Args:
-            normed: what the final norm puts out.
-        """
-        if self.unembed.entered is None or _factor_between(normed, self.unembed.entered.value) is not None:
-            return ()
-        found = find_head(self.recording, self.after, self.unembed)
-        if found is None:
-            return ()
-        around, linear = ("." + relative(each, self.core) for each in found[:2])
-        norm = found[2] and Norm("." + relative(found[2].path, self.core), found[2].kind)
-        return (Head("mlm_head", around, linear=linear, norm=norm),)
-
-    def readout(self, inputs: Given, normed: Tensor, behind_head: bool) -> tuple[Readout, str]:
-        """How logits are made of what the final norm puts out, and what cannot be said of that.
-
-        What is behind the output layer is seen in what the model makes of numbers as large as a trained model's logits:
-        its own may be so small that a soft cap is nearly a straight line.
-
-        Args:
-            inputs: as for `record`.
-            normed: what the final norm puts out.
-            behind_head: a `Head` is between the two.
-        """
-        unembed, path = self.unembed, relative(self.unembed.path, self.core)
-        factor_in: float | None = 1.0
-        if not behind_head:
-            factor_in = None if unembed.entered is None else _factor_between(normed, unembed.entered.value)
-        if factor_in is None:
-            return Readout(path), f"{path} reads what is neither the last stream nor a norm of it that is known"
-        before, logits = _large_logits(self.model, inputs, unembed)
-        if logits is not None and logits.ndim == 3 and before.shape[:2] == logits.shape[:2][::-1] != logits.shape[:2]:
-            before = before.transpose(0, 1)  # the output layer is given positions first
-        if logits is None or before.shape[:-1] != logits.shape[:-1] or logits.shape[-1] > before.shape[-1]:
-            return Readout(path, factor_in), f"what {path} puts out has another shape than the logits"
-        if float(logits.abs().max()) > 1e30:
-            return Readout(path, factor_in), "the model puts a constant in place of the logits of some tokens"
-        behind = readout_between(before[..., : logits.shape[-1]], logits)
-        if behind is None:
-            return Readout(path, factor_in), f"something that is not known is between {path} and the logits"
-        factor_out, bias, cap = behind
-        name = None if bias is None else _holder_of(self.model.get_submodule(self.core), bias)
-        if bias is not None and name is None:
-            return Readout(path, factor_in), f"what is added behind {path} is no parameter of the model"
-        return Readout(path, factor_in, Affine(factor_out, plus=name), cap), ""
+    if unembed.entered is None or factor_in is not None or (found := find_head(recording, after, unembed)) is None:
+        return ()
+    around, linear = ("." + relative(each, core) for each in found[:2])
+    norm = found[2] and Norm("." + relative(found[2].path, core), found[2].kind)
+    return (Head("mlm_head", around, linear=linear, norm=norm),)
 
 
-def _factor_between(x: Tensor, y: Tensor) -> float | None:
+def find_readout(
+    model: nn.Module, core: str, inputs: Given, unembed: ModuleCall, factor_in: float | None
+) -> tuple[Readout, str]:
+    """How logits are made of what the output layer reads, and what cannot be said of that.
+
+    What is behind the output layer is seen in what the model makes of numbers as large as a trained model's logits:
+    its own may be so small that a soft cap is nearly a straight line.
+
+    Args:
+        model, inputs: as for `record`.
+        core, unembed, factor_in: as for `find_heads`.
+    """
+    path = relative(unembed.path, core)
+    if factor_in is None:
+        return Readout(path), f"{path} reads what is neither the last stream nor a norm of it that is known"
+    before, logits = _large_logits(model, inputs, unembed)
+    if logits is not None and logits.ndim == 3 and before.shape[:2] == logits.shape[:2][::-1] != logits.shape[:2]:
+        before = before.transpose(0, 1)  # the output layer is given positions first
+    if logits is None or before.shape[:-1] != logits.shape[:-1] or logits.shape[-1] > before.shape[-1]:
+        return Readout(path, factor_in), f"what {path} puts out has another shape than the logits"
+    if float(logits.abs().max()) > 1e30:
+        return Readout(path, factor_in), "the model puts a constant in place of the logits of some tokens"
+    behind = readout_between(before[..., : logits.shape[-1]], logits)
+    if behind is None:
+        return Readout(path, factor_in), f"something that is not known is between {path} and the logits"
+    factor_out, bias, cap = behind
+    name = None if bias is None else _holder_of(model.get_submodule(core), bias)
+    if bias is not None and name is None:
+        return Readout(path, factor_in), f"what is added behind {path} is no parameter of the model"
+    return Readout(path, factor_in, Affine(factor_out, plus=name), cap), ""
+
+
+def factor_between(x: Tensor, y: Tensor) -> float | None:
     """What a tensor is multiplied with to be another; None where it is not."""
     if x.shape != y.shape:
         return None
@@ -646,7 +618,7 @@ def _factor_between(x: Tensor, y: Tensor) -> float | None:
 def _large_logits(model: nn.Module, inputs: Given, unembed: ModuleCall) -> tuple[Tensor, Tensor | None]:
     """Numbers of a trained model's size in place of what the output layer puts out, and the logits they become."""
     generator = torch.Generator().manual_seed(0)
-    before = unembed.left[0].value
+    before = unembed.returned.value
     before = (torch.randn(before.shape, generator=generator, dtype=torch.float64) * 20).to(before)
     with unembed.module.register_forward_hook(
         lambda module, args, output: before if isinstance(output, Tensor) and output.shape == before.shape else output

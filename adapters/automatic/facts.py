@@ -168,7 +168,7 @@ def scale_elsewhere(attention: FoundAttention) -> float | None:
         reached, keys = gradient[:, :, position].double(), key.detach()[:, :, position - 1].double()
     else:
         call, sets, _ = attention.found["q"]
-        gradient = gradient_of(score, call.left[0].live)
+        gradient = gradient_of(score, call.returned.live)
         rows = None if gradient is None else by_position(gradient, attention.recording.batch, attention.query_pos)
         if rows is None:
             return None
@@ -189,9 +189,9 @@ def adding(attention: FoundAttention) -> tuple[str, ...]:
     found = []
     for call in attention.recording.between(attention.owner.start, attention.softmax.time):
         if call.is_linear and call.path not in known and attention.owner.holds(call) and len(call.left) == 1:
-            if call.left[0].value.shape[:2] == of_tokens:
+            if call.returned.value.shape[:2] == of_tokens:
                 continue
-            gradient = gradient_of(total, call.left[0].live)
+            gradient = gradient_of(total, call.returned.live)
             if gradient is not None and bool(gradient.any()):
                 found.append(relative(call.path, attention.owner.path))
     return tuple(found)
@@ -280,7 +280,7 @@ def find_table(attention: FoundAttention, before: FoundTable | None) -> FoundTab
         table = getattr(call.module, "weight", None)
         if not (attention.owner.holds(call) and isinstance(call.module, nn.Embedding) and isinstance(table, Tensor)):
             continue
-        made = call.left[0].value.double()
+        made = call.returned.value.double()
         values = made.permute(2, 0, 1) if made.ndim == 3 else torch.zeros(0)
         if adds(values):
             return FoundTable(relative(call.path, attention.owner.path), table.shape[0], values)
@@ -326,7 +326,7 @@ def sinks(attention: FoundAttention) -> str | None:
             return name
     column = scores[..., -1].transpose(1, 2)
     for call in filter(attention.owner.holds, attention.recording.calls):
-        made = call.left[0].value if call.left else None
+        made = call.returned.value if call.left else None
         if made is not None and made.shape == column.shape and agree(made, column):
             said = f"its scores have a column that belongs to no key, a sink that {call.path} makes for each query"
             raise NotFound(f"{said}: only sinks that a parameter holds, one for each head, are known")

@@ -99,7 +99,7 @@ class FoundMLP:
         if not part.producer.is_linear or part.producer.entered is None:
             raise NotFound(f"{part.producer.path}, which puts out its result, is no linear layer")
         self.post: BorderTensor = part.producer.entered
-        behind = [norm for norm in norms if norm in part.inside and norm.left[0].mark == self.post.mark]
+        behind = [norm for norm in norms if norm in part.inside and norm.returned.mark == self.post.mark]
         self.norms, self.norm = norms, behind[-1] if behind else None
         if self.norm is not None and self.norm.entered is not None:
             self.post = self.norm.entered
@@ -114,7 +114,7 @@ class FoundMLP:
         """Whether each neuron is made from one column of a projection, or of each of its parts, and how."""
         if len(call.left) != 1:
             return
-        made, post = call.left[0].live, self.post.live
+        made, post = call.returned.live, self.post.live
         if made.shape[:-1] != post.shape[:-1] or made.shape[-1] < self.d_mlp or not post.requires_grad:
             return
         row = (0,) * (post.ndim - 2) + (2,)
@@ -205,7 +205,7 @@ class FoundMLP:
     def _by_zeros(self, two: list[Found]) -> tuple[Found, Found]:
         """Of two, the one whose negative values put the neuron out is the gate."""
         for gate, up in ((two[0], two[1]), (two[1], two[0])):
-            value = gate[0].left[0].value[..., _at(gate[1])]
+            value = gate[0].returned.value[..., _at(gate[1])]
             if bool(((self.post.value == 0) == (value <= 0)).all()):
                 return gate, up
         raise NotFound("which of its two projections is the gate cannot be told")
@@ -221,10 +221,10 @@ class FoundMLP:
         """The module that computes the activation function."""
         owner = self.part.owner
         call, index = gate or up
-        before, post = call.left[0].value[..., _at(index)], self.post.value
-        other = up[0].left[0].value[..., _at(up[1])] if gate else 1.0
+        before, post = call.returned.value[..., _at(index)], self.post.value
+        other = up[0].returned.value[..., _at(up[1])] if gate else 1.0
         for each in self.part.inside if owner else ():
-            made = each.left[0].value if each.left and each.entered and each.is_leaf else None
+            made = each.returned.value if each.left and each.entered and each.is_leaf else None
             if made is None or each.entered is None or not torch.equal(each.entered.value, before):
                 continue
             if owner and agree(made * other, post, each=True):
@@ -233,7 +233,7 @@ class FoundMLP:
 
     def _times_an_argument(self, up: Found) -> str | None:
         """The argument of the block that the activated neurons are multiplied with."""
-        before, post = up[0].left[0].value[..., _at(up[1])], self.post.value
+        before, post = up[0].returned.value[..., _at(up[1])], self.post.value
         for name, other in self.given.items():
             if other.shape != post.shape:
                 continue
@@ -249,7 +249,7 @@ class FoundMLP:
         (call, index), owner = gate or up, self.part.owner
         if owner is None or any(p.numel() == 1 for p in owner.module.parameters()):
             return None  # training may change it
-        before = call.left[0].value[..., _at(index)].double()
+        before = call.returned.value[..., _at(index)].double()
         for each in self.part.inside:
             entered = each.entered.value if each.entered and each.is_leaf and not each.is_linear else None
             if entered is not None and entered.shape == before.shape:
@@ -261,8 +261,8 @@ class FoundMLP:
     def _activation(self, gate: Found | None, up: Found, factor: float = 1.0) -> str | None:
         """The name of the activation function."""
         call, index = gate or up
-        before = call.left[0].value[..., _at(index)] * factor
-        other = up[0].left[0].value[..., _at(up[1])] if gate else None
+        before = call.returned.value[..., _at(index)] * factor
+        other = up[0].returned.value[..., _at(up[1])] if gate else None
         post = self.post.value
         for name in self.names:
             made = activated(name, before, other, self.config)
@@ -285,7 +285,7 @@ def _ways(width: int, d_mlp: int) -> list[tuple[int, ...]]:
 
 def _projection(found: Found, owner: str) -> Projection:
     call, index = found
-    return Projection(relative(call.path, owner), neurons_view(index, call.left[0].value.shape[-1]))
+    return Projection(relative(call.path, owner), neurons_view(index, call.returned.value.shape[-1]))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -347,10 +347,10 @@ class FoundExperts:
             NotFound: it is none.
         """
         inside = [c for c in self.recording.calls if call.holds(c) and c.is_linear]
-        last = [c for c in inside if c.left[0].mark == call.left[0].mark]
+        last = [c for c in inside if c.returned.mark == call.returned.mark]
         if not last:
             raise NotFound(f"what {call.path} puts out is not what a linear layer of it does")
-        matrices, ends = [c for c in inside if c is not last[-1]], (call, call.left[0])
+        matrices, ends = [c for c in inside if c is not last[-1]], (call, call.returned)
         of_call = FoundPart(call, ends, last[-1], None, None, matrices, [], self.part.reads, call.start)
         found = FoundMLP(of_call, base, self.config, {}, {})
         mlp = found.declare()
@@ -443,7 +443,7 @@ class FoundMixture(FoundExperts):
 
     def _is_chosen_from(self, call: ModuleCall) -> bool:
         """Whether a softmax of what a call returned, behind it, is what the experts that are given were chosen by."""
-        logits = call.left[0].value
+        logits = call.returned.value
         behind = [s.scores for s in self.recording.softmaxes_between(call.end, self.experts.start)]
         given = {"top_k_index", "top_k_weights"} <= self.experts.given.keys()
         return given and any(torch.equal(scores.detach(), logits) for scores in behind)
@@ -455,8 +455,8 @@ class FoundMixture(FoundExperts):
             call for call in self.recording.between(self.experts.start, self.experts.end)
             if call.path.startswith(prefix) and "." not in call.path[len(prefix) :] and call.left
         ]  # fmt: skip
-        most = max(ran, key=lambda call: len(call.left[0].value), default=None)
-        if most is None or len(most.left[0].value) < 3:
+        most = max(ran, key=lambda call: len(call.returned.value), default=None)
+        if most is None or len(most.returned.value) < 3:
             raise NotFound(f"no module in {self.experts.path} was given three tokens, by which it could be known")
         mlp, found = self.mlp_of(most)
         if mlp.gate is not None and mlp.gate.view is None and mlp.up.view is None:
@@ -517,7 +517,7 @@ class FoundMixture(FoundExperts):
     def _corrected(self) -> bool:
         """Whether the chosen experts are others than those of the largest logits."""
         routed = (self.router.indices_seen if self.chosen is None else self.chosen).flatten(0, -2)
-        best = MoE("", "").best(self.router.left[0].value.flatten(0, -2), self.experts_per_token)
+        best = MoE("", "").best(self.router.returned.value.flatten(0, -2), self.experts_per_token)
         return not torch.equal(best, sent_to(routed, self.num_experts))
 
     def declare(self) -> MoE:
@@ -541,7 +541,7 @@ class FoundMixture(FoundExperts):
     def _shared(self) -> tuple[MLP | None, ModuleCall | None]:
         """The expert that every token is sent to, and the gate behind it."""
         total = self.part.out[1].value.double().flatten()
-        put_out = self.experts.left[0].value.double()
+        put_out = self.experts.returned.value.double()
         routed = (put_out.unflatten(0, (self.num_experts, -1)).sum(0) if self.in_batches else put_out).flatten()
         if self._is_sum(total, [routed]):
             return None, None
@@ -550,15 +550,15 @@ class FoundMixture(FoundExperts):
             if self.owner.holds(call) and call is not self.owner and not self.experts.holds(call)
             and not self.router.holds(call) and call.left
         ]  # fmt: skip
-        gates = [call for call in others if call.is_linear and call.left[0].value.shape[-1] == 1]
+        gates = [call for call in others if call.is_linear and call.returned.value.shape[-1] == 1]
         for call in others:
-            y = call.left[0].value
+            y = call.returned.value
             if y.numel() != total.numel() or call.is_leaf:
                 continue
             for gate in (None, *gates):
                 value = y.flatten(0, -2).double()
                 if gate is not None:
-                    value = GATE.of(value, gate.left[0].value.flatten(0, -2))
+                    value = GATE.of(value, gate.returned.value.flatten(0, -2))
                 if self._is_sum(total, [routed, value.flatten()]):
                     shared, found = self.mlp_of(call, self.owner.path)
                     self.d_shared, self.act_fn = found.d_mlp, self.act_fn or found.act_fn
@@ -582,7 +582,7 @@ class FoundMixture(FoundExperts):
         for call in self.recording.calls:
             if not self.experts.holds(call) or call.entered is None or not call.is_leaf or not call.left:
                 continue
-            x, y = call.entered.value, call.left[0].value
+            x, y = call.entered.value, call.returned.value
             for name in activations(self.config) if x.shape == y.shape and y.numel() else ():
                 made = activated(name, x, None, self.config)
                 if made is not None and agree(made, y, each=True):
@@ -643,7 +643,7 @@ class FoundExpertModules(FoundExperts):
         given: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.calls]
         for e, call in ((e, call) for e, calls in enumerate(self.calls) for call in calls):
             assert call.entered is not None
-            rows, made = call.entered.value.flatten(0, -2), call.left[0].value.flatten(0, -2)
+            rows, made = call.entered.value.flatten(0, -2), call.returned.value.flatten(0, -2)
             if rows.shape != made.shape or rows.shape[-1] != self.tokens.shape[-1]:
                 raise NotFound(f"{call.path} is given rows of {rows.shape[-1]} numbers, and returns {made.shape[-1]}")
             given[e].append((rows, made))
@@ -652,7 +652,7 @@ class FoundExpertModules(FoundExperts):
     def _look_into_an_expert(self) -> None:
         """The layers of the expert that was given most tokens."""
         ran = [call for calls in self.calls for call in calls]
-        most = max(ran, key=lambda call: call.left[0].value.numel())
+        most = max(ran, key=lambda call: call.returned.value.numel())
         mlp, found = self.mlp_of(most)
         if mlp.up.view is not None or (mlp.gate is not None and mlp.gate.view is not None):
             raise NotFound(f"a layer of {most.path} makes gate and up at once")
@@ -753,20 +753,20 @@ class FoundExpertModules(FoundExperts):
         others = [
             call for call in inside
             if not call.is_leaf and not self._is_inside_an_expert(call) and len(call.left) == 1
-            and call.left[0].value.numel() == total.numel()
+            and call.returned.value.numel() == total.numel()
         ]  # fmt: skip
-        gates = [call for call in inside if call.is_linear and call.left[0].value.shape[-1] == 1]
+        gates = [call for call in inside if call.is_linear and call.returned.value.shape[-1] == 1]
         for call in others:
-            made = call.left[0].value.flatten(0, -2).double()
+            made = call.returned.value.flatten(0, -2).double()
             weights = self._weights(total, [made])
             if weights is None:
                 continue
             for gate in (None, *gates):
                 factors = weights[:, -1]
                 if gate is not None:
-                    factors = factors / GATE.of(torch.ones_like(factors), gate.left[0].value.flatten())
+                    factors = factors / GATE.of(torch.ones_like(factors), gate.returned.value.flatten())
                 factor = rounded(float(factors.mean()))
-                if agree(factors, torch.full_like(factors, factor), call.left[0].value):
+                if agree(factors, torch.full_like(factors, factor), call.returned.value):
                     shared, found = self.mlp_of(call, self.owner.path)
                     self.d_shared, self.factors = found.d_mlp, (self.factors[0], factor)
                     return weights[:, : self.num_experts], shared, gate

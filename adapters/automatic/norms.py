@@ -96,9 +96,9 @@ def norm_kind(call: ModuleCall) -> NormKind | None:
     seen = call.entered
     if isinstance(call.module, nn.Dropout):  # of small numbers, a norm with an epsilon of one
         return None
-    if seen is None or not call.is_leaf or call.is_linear or len(call.left) != 1 or call.left[0].key is not None:
+    if seen is None or not call.is_leaf or call.is_linear or len(call.left) != 1 or call.returned.key is not None:
         return None
-    x, y = seen.value, call.left[0].value
+    x, y = seen.value, call.returned.value
     if x.shape != y.shape or x.ndim < 2 or x.shape[-1] < 2 or not x.numel():
         return None
     for parameter in (getattr(call.module, name, None) for name in parameter_names(call.module)):
@@ -146,11 +146,11 @@ def with_gated(calls: Sequence[ModuleCall], norms: Mapping[ModuleCall, NormKind]
             continue
         for norm in [each for each in inside if each in norms and each.entered and not norms[each].centered]:
             assert norm.entered is not None
-            made, left = norm.left[0], call.left[0].value
+            made, left = norm.returned, call.returned.value
             for gate in [each for each in inside if each.reads(made.mark) and each.left]:
-                if not call.reads(norm.entered.mark) or gate.left[0].value.shape != left.shape:
+                if not call.reads(norm.entered.mark) or gate.returned.value.shape != left.shape:
                     continue
-                if agree(made.value * gate.left[0].value.sigmoid(), left):
+                if agree(made.value * gate.returned.value.sigmoid(), left):
                     inner, behind = (relative(each.path, call.path) for each in (norm, gate))
                     found[call] = replace(norms[norm], inside=(inner, behind))
                     found.pop(norm, None)

@@ -132,7 +132,7 @@ class Parts:
 
     def _is_constant(self, call: ModuleCall) -> bool:
         """Whether a layer is given one row for all positions, which is not of the stream."""
-        rows = (self.block.entered.value if self.block.entered else self.recording.calls[0].left[0].value).shape[:-1]
+        rows = (self.block.entered.value if self.block.entered else self.recording.calls[0].returned.value).shape[:-1]
         return call.entered is not None and math.prod(call.entered.value.shape[:-1]) == 1 < math.prod(rows)
 
     def _makers(self, start: int, producer: ModuleCall) -> list[ModuleCall]:
@@ -142,7 +142,7 @@ class Parts:
         total = producer.entered.live.pow(2).sum()
         return [
             call for call in self._matrices(start, producer)
-            if (reached := gradient_of(total, call.left[0].live)) is not None and bool(reached.any())
+            if (reached := gradient_of(total, call.returned.live)) is not None and bool(reached.any())
         ]  # fmt: skip
 
     def _owner(
@@ -173,10 +173,10 @@ class Parts:
             if not part.owner and part.reader and call.end <= part.start:
                 continue  # the norm of another part, while this one reads the stream itself (Inkling 2)
             if not part.owner:  # what it norms is given to the first module that is given it
-                read = [c for c in early if c.reads(call.left[0].mark) and c.start > call.end]
+                read = [c for c in early if c.reads(call.returned.mark) and c.start > call.end]
                 part.reader = read[0] if read else part.reader
-                given |= {call.left[0].mark} if read else set()
-            if call.left[0].mark in given | inner:
+                given |= {call.returned.mark} if read else set()
+            if call.returned.mark in given | inner:
                 part.pre = Norm(call.path, kind)
                 return
         if stream.mark in given or (part.reader and not part.owner):
@@ -201,9 +201,9 @@ class Parts:
     def _is_scaled(norm: ModuleCall, stream: Value, part: FoundPart) -> bool:
         """Whether a norm of the stream enters a part times one row for all positions (Voxtral Realtime's delay)."""
         entered = part.owner.entered if part.owner else None
-        if entered is None or not norm.reads(stream.mark) or entered.value.shape != norm.left[0].value.shape:
+        if entered is None or not norm.reads(stream.mark) or entered.value.shape != norm.returned.value.shape:
             return False
-        x, y = (each.value.double().flatten(0, -2) for each in (norm.left[0], entered))
+        x, y = (each.value.double().flatten(0, -2) for each in (norm.returned, entered))
         return agree((x * y).sum(0) / (x * x).sum(0).clamp_min(1e-30) * x, y, each=True)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from adapters.architecture import Mix
 from adapters.automatic.blocks import FoundStack
-from adapters.automatic.norms import parameter_of, relative, rounded
+from adapters.automatic.norms import parameter_of, rounded
 from adapters.block import MixElement
 from adapters.observe.observe import BorderTensor, Mark, ModuleCall, Recording, mark
 from adapters.observe.recognised import FITTED, NEGLIGIBLE, agree, worked_out
@@ -50,22 +50,6 @@ class Addend:
 
 
 @dataclass(frozen=True, eq=False)
-class FoundMix:
-    """A call that is given several streams, and which elements of its output are what: see `adapters.block.Mix`."""
-
-    call: ModuleCall
-    read: int
-    write: int
-    keep: int | None
-
-    def of(self, block: str) -> Mix:
-        """The declaration in a block at this path."""
-        names: dict[int | None, MixElement] = {self.read: "read", self.write: "write", self.keep: "keep"}
-        last = max(self.read, self.write, self.keep or 0)
-        return Mix(relative(self.call.path, block), tuple(names.get(i, "") for i in range(last + 1)))
-
-
-@dataclass(frozen=True, eq=False)
 class Sum:
     """One sum on the stream.
 
@@ -77,7 +61,8 @@ class Sum:
         start, end: the times between which its parts run.
         residual_transform: what happens to the stream before the terms are added.
         sum_module: the module that puts it out, where there is one.
-        mix: what stands between several streams and the part; `before` is then what the part reads.
+        mix: what stands between several streams and the part, with its path from the model; `before` is then what the
+            part reads.
     """
 
     before: Value
@@ -88,7 +73,7 @@ class Sum:
     norm: ModuleCall | None = None
     residual_transform: Chain = ()
     sum_module: ModuleCall | None = None
-    mix: FoundMix | None = None
+    mix: Mix | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +141,7 @@ class Sums:
         """The sums, in order, from what enters the block to what leaves it; None where they do not explain it."""
         first = [n for n in self.norms if n.reads(self.x.mark)]
         entries = [(self.x, self.block.start, None)] + [
-            (following, norm.end, norm) for norm in first if (following := self.values.get(norm.left[0].mark))
+            (following, norm.end, norm) for norm in first if (following := self.values.get(norm.returned.mark))
         ]  # fmt: skip
         for self.search_level in range(3):  # the plainest that explains it
             for x, start, norm in entries:
@@ -193,7 +178,7 @@ class Sums:
         for norm in sorted(self.norms, key=lambda call: call.start):
             assert norm.entered is not None
             after = self.values.get(norm.entered.mark)
-            following = self.values.get(norm.left[0].mark)
+            following = self.values.get(norm.returned.mark)
             if after is None or following is None or norm.start < start:
                 continue
             total = self._sum(before, after, start, norm.start, sums)
@@ -457,7 +442,7 @@ def first_of(found: FoundStack) -> ModuleCall:
 def collapse(recording: Recording, found: FoundStack) -> BorderTensor:
     """What is behind the last block: what it passes on; of several streams, the one that is made of them."""
     call = _collapse(recording, found)
-    return found.outputs[-1] if call is None else call.left[0]
+    return found.outputs[-1] if call is None else call.returned
 
 
 def collapse_path(recording: Recording, found: FoundStack) -> str | None:
@@ -480,17 +465,8 @@ def _apart(x: Tensor, n_streams: int) -> Tensor:
     return x if x.ndim == 4 else x.unflatten(-1, (n_streams, -1))
 
 
-@dataclass(frozen=True, eq=False)
-class _State:
-    """The streams at one time: their numbers, and when they were seen first."""
-
-    x: Tensor
-    mark: Mark
-    seen: int
-
-
 class Mixed:
-    """Finds the sums of a block that carries several streams.
+    """Finds the sums of a block that carries several streams: a `Value` of all has ``[batch, pos, stream, d_model]``.
 
     Args:
         block: its call.
@@ -512,10 +488,10 @@ class Mixed:
         self.y = self._state(output, block.end)
         self.states = self._states(whole)
 
-    def _state(self, seen: BorderTensor, time: int) -> _State:
-        return _State(_apart(seen.value, self.n).double(), seen.mark, time)
+    def _state(self, seen: BorderTensor, time: int) -> Value:
+        return Value(_apart(seen.value, self.n).double(), seen.mark, seen=time)
 
-    def _states(self, whole: Tensor) -> list[_State]:
+    def _states(self, whole: Tensor) -> list[Value]:
         """What may be the streams between two steps: what a module is given; and what leaves the block."""
         found = {self.x.mark: self.x}
         for call in sorted(self.inside, key=lambda call: call.start):
@@ -536,35 +512,35 @@ class Mixed:
             now, start = total[1], total[1].seen
         return sums or None
 
-    def _next(self, now: _State, start: int) -> tuple[Sum, _State] | None:
+    def _next(self, now: Value, start: int) -> tuple[Sum, Value] | None:
         """The next sum from some streams on, and the streams that it makes."""
         for call in self.inside:
             if call.reads(now.mark) and call.start >= start and call.n_left > 1:
                 mix = self._mix(call)
                 for state in self.states if mix else ():
-                    if mix and state.seen > call.end and (value := self._written(now, state, mix)):
-                        before = self.values[call.element(mix.read).mark]
-                        ends = Value(state.x.flatten(), state.mark, seen=state.seen)
+                    if mix and state.seen > call.end and (value := self._written(now, state, call, mix)):
+                        before, ends = self.values[call.element(mix.read).mark], replace(state, x=state.x.flatten())
                         return Sum(before, ends, (Addend(value),), call.end, state.seen, mix=mix), state
         return None
 
-    def _mix(self, call: ModuleCall) -> FoundMix | None:
+    def _mix(self, call: ModuleCall) -> Mix | None:
         """What a module that is given the streams makes of them: what a part reads, and weights."""
         batch, pos, n, width = self.x.x.shape
-        keys = {tuple(seen.value.shape): seen.key for seen in call.left}
-        read, write = keys.get((batch, pos, width)), keys.get((batch, pos, n))
-        if read is None or write is None:
+        shapes: dict[tuple[int, ...], MixElement] = {
+            (batch, pos, width): "read", (batch, pos, n): "write", (batch, pos, n, n): "keep",
+        }  # fmt: skip
+        last = {tuple(seen.value.shape): seen.key for seen in call.left}
+        names = {key: shapes[shape] for shape, key in last.items() if shape in shapes and key is not None}
+        if not {"read", "write"} <= {*names.values()}:
             return None
-        return FoundMix(call, read, write, keys.get((batch, pos, n, n)))
+        return Mix(call.path, tuple(names.get(i, "") for i in range(max(names) + 1)))
 
-    def _written(self, now: _State, state: _State, mix: FoundMix) -> Value | None:
+    def _written(self, now: Value, state: Value, call: ModuleCall, mix: Mix) -> Value | None:
         """What a part puts out that makes some streams of others; None where nothing does."""
-        keep = None if mix.keep is None else mix.call.element(mix.keep).value.double()
-        kept = now.x if keep is None else keep.transpose(-1, -2) @ now.x
-        weights = mix.call.element(mix.write).value.double()
+        write, keep = (None if i is None else call.element(i).value.double() for i in (mix.write, mix.keep))
         for value in self.values.values():
-            if value.made and mix.call.end < value.made[0][0].end <= state.seen:
-                total = kept + weights.unsqueeze(-1) * value.x.view(*now.x.shape[:2], 1, -1)
-                if agree(total, state.x, mix.call.element(mix.write).value):
+            if write is not None and value.made and call.end < value.made[0][0].end <= state.seen:
+                total = mix.of(now.x, value.x.view(*now.x.shape[:2], -1), write, keep)
+                if agree(total, state.x, call.element(mix.write).value):
                     return value
         return None

@@ -117,6 +117,11 @@ class ModuleCall:
     changed: tuple[Literal["input", "output"], ...] = ()
 
     @property
+    def returned(self) -> BorderTensor:
+        """The first tensor of numbers that it returned."""
+        return self.left[0]
+
+    @property
     def input(self) -> Tensor | None:
         """The first tensor that it was given."""
         return next((x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Tensor)), None)
@@ -169,7 +174,7 @@ class ModuleCall:
     def _weighs_heads(self, weight: Tensor) -> bool:
         """A weight is a number for each column of each head, as in a norm (Cohere)."""
         x = self.entered.value.shape if self.entered else ()
-        return x[-2:] == weight.shape and len(self.left) == 1 and self.left[0].value.shape == x
+        return x[-2:] == weight.shape and len(self.left) == 1 and self.returned.value.shape == x
 
     def reads(self, mark: Mark) -> bool:
         """Its first argument has these numbers."""
@@ -178,7 +183,7 @@ class ModuleCall:
     @property
     def whole(self) -> BorderTensor | None:
         """The tensor of numbers that it returned, where that is all it did."""
-        return self.left[0] if self.n_left == 1 and self.left and self.left[0].key is None else None
+        return self.returned if self.n_left == 1 and self.left and self.returned.key is None else None
 
     def holds(self, other: ModuleCall) -> bool:
         """The other one was made while this one ran."""
@@ -218,6 +223,10 @@ class Softmax:
     query: Tensor | None
     key: Tensor | None
     fused: bool
+
+    def factor(self, letter: str) -> Tensor | None:
+        """The queries (``q``), or else the keys."""
+        return self.query if letter == "q" else self.key
 
 
 @dataclass(eq=False)
