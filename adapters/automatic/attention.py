@@ -35,7 +35,7 @@ from adapters.observe.gradients import (
     is_linear_through,
 )
 from adapters.observe.observe import ModuleCall, NotFound, Recording, Softmax, one_line
-from adapters.observe.recognised import FITTED, ROUNDED_TABLE, agree, tolerance, worked_out
+from adapters.observe.recognised import FITTED, ROUNDED_TABLE, agree, factor_of, tolerance, worked_out
 from adapters.points import join
 from adapters.views import Affine, Composed, Heads, OneHead
 
@@ -277,7 +277,7 @@ class FoundAttention:
         if before.shape != after.shape:
             return None
         x, y = (each.double() - each.double().mean((0, 1)) for each in (before, after))
-        scale = float((x * y).sum() / (x * x).sum())
+        scale = factor_of(y, x)
         rest = after.double() / scale - before.double()
         close = worked_out(before) * float(before.abs().max())
         if bool(((rest - rest[:1, :1]).abs() > close).any()) or float(rest.abs().max()) <= close:
@@ -639,7 +639,7 @@ def _is_z(found: FoundAttention, x: Tensor) -> bool:
 
 def _factor(found: FoundAttention, mixed: Tensor) -> Affine | None:
     """A constant."""
-    factor = rounded(float((mixed * found.z_by_head.detach()).sum() / (mixed * mixed).sum()))
+    factor = rounded(factor_of(found.z_by_head.detach(), mixed))
     made, entered = found.made_by("v").returned.live, found.found["v"][0].entered
     known = _is_z(found, mixed * factor) and entered
     return Affine(factor) if known and is_linear_through(found.z_by_head, made, known.live) else None

@@ -178,11 +178,11 @@ class _Inference:
         first_stack, last_norm = self._stack(found, "encoder" if others else "blocks")
         unembed = find_unembedding(self.model, self.recording, stacks[-1].blocks[-1].end)
         pooled = self._pooled(found, last_norm) if self.main is not None and not others else None
-        if pooled is not None and pooled.unembed is None:  # a vector that the model returns besides the last stream
-            self.not_offered.pop("ln_final", None)
-            pooled = None
         if pooled is not None:
-            first_stack, unembed = self._with_pooled(first_stack, pooled)
+            unembed = pooled.unembed
+            if pooled.norm is not None:
+                norm = Norm(self.relative(pooled.norm.path), pooled.norm.kind)
+                first_stack = replace(first_stack, final_norm=norm, collapse=pooled.positions)
         declared = [first_stack]
         for other in others:
             self.facts.freeze_first_stack()
@@ -279,17 +279,13 @@ class _Inference:
         return stack if function is None else replace(stack, final_norm=function), heads, readout
 
     def _pooled(self, found: FoundStack, final: Norm | None) -> Pool | None:
-        """The one vector of each image, or sound, that is read behind the last block."""
+        """The one vector of each image, or sound, that the output layer reads behind the last block."""
         last, after = collapse(self.recording, found), found.blocks[-1].end
-        return find_pool(self.recording, last, final, after, returned_by(self.model, self.given))
-
-    def _with_pooled(self, stack: Stack, pooled: Pool) -> tuple[Stack, ModuleCall | None]:
-        """The list of blocks with the norm that reads that vector, and the output layer behind it."""
+        pooled = find_pool(self.recording, last, final, after, returned_by(self.model, self.given))
+        if pooled is None:
+            return None
         self.not_offered.pop("ln_final", None)  # it is known what is read
-        if pooled.norm is None:
-            return stack, pooled.unembed
-        norm = Norm(self.relative(pooled.norm.path), pooled.norm.kind)
-        return replace(stack, final_norm=norm, collapse=pooled.positions), pooled.unembed
+        return pooled if pooled.unembed else None  # else the model returns it besides the last stream
 
     def _stack(self, found: FoundStack, name: str) -> tuple[Stack, Norm | None]:
         """A list of blocks, and its final norm with its path from the model."""

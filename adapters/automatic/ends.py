@@ -31,7 +31,7 @@ from adapters.observe.observe import (
     one_line,
     tightest,
 )
-from adapters.observe.recognised import FITTED, NEGLIGIBLE, agree, worked_out
+from adapters.observe.recognised import FITTED, NEGLIGIBLE, agree, factor_of, worked_out
 from adapters.points import base_path, core_of, token_embedding
 from adapters.views import Affine, Args, Chain, Kwargs, times, transformed
 from adapters.views.views import place_of_input
@@ -310,7 +310,7 @@ def _placed(model: nn.Module, tokens: Tensor, target: Tensor) -> Chain | None:
     if x.shape != y.shape or len(x) < 2:
         return None
     dx, dy = x - x.mean(0), y - y.mean(0)
-    factor = rounded(float((dx * dy).sum() / (dx * dx).sum()))
+    factor = rounded(factor_of(dy, dx))
     rest = y - factor * x
     if abs(factor) <= NEGLIGIBLE or not agree(rest, rest[:1].expand_as(rest), target):
         return None
@@ -652,12 +652,12 @@ def readout_between(before: Tensor, logits: Tensor) -> tuple[float, Tensor | Non
     """
     close = worked_out(before) * float(logits.abs().max())
     x, y = before.double(), logits.double()
-    factor = rounded(float((x * y).sum() / x.pow(2).sum()))
+    factor = rounded(factor_of(y, x))
     if bool(((y - factor * x).abs() <= close).all()):
         return factor, None, None
     rows, made = x.flatten(0, -2), y.flatten(0, -2)
     around = rows - rows.mean(0)
-    factor = rounded(float((around * made).sum() / around.pow(2).sum()))
+    factor = rounded(factor_of(made, around))
     rest = made - factor * rows
     if bool(((rest - rest[:1]).abs() <= close).all()):
         return factor, rest.mean(0), None
@@ -678,7 +678,7 @@ def capped_between(before: Tensor, logits: Tensor) -> tuple[float, float] | None
         if not bool(near.any()):
             return None
         straight = cap * torch.atanh(y[near] / cap)
-        factor = float((x[near] @ straight) / (x[near] @ x[near]))
+        factor = factor_of(straight, x[near])
         at = int(x.abs().argmax())
         new = _cap_at(abs(float(factor * x[at])), abs(float(y[at])))
         if new is None:

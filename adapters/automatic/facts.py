@@ -22,7 +22,7 @@ from adapters.imports import rotation_of
 from adapters.mixers import Mixer
 from adapters.observe.gradients import by_position, gradient_of
 from adapters.observe.observe import ModuleCall, NotFound, Recording
-from adapters.observe.recognised import FITTED, ROUNDED_TABLE, agree, tolerance, worked_out
+from adapters.observe.recognised import FITTED, ROUNDED_TABLE, agree, factor_of, tolerance, worked_out
 from adapters.points import token_embedding
 from adapters.views import AlibiScores, Composed, FilledScores, HeadsOfBatch, MaskedScores, SinkScores, View
 
@@ -225,7 +225,7 @@ def alibi_scale(attention: FoundAttention) -> float | None:
 
 def _ratio(made: Tensor, of: Tensor) -> float | None:
     """The factor between two tensors; None where they are not proportional."""
-    factor = float((made * of).sum() / (of * of).sum())
+    factor = factor_of(made, of)
     return factor if bool(((made - factor * of).abs() <= FITTED * made.abs().max()).all()) else None
 
 
@@ -306,9 +306,7 @@ def _filled_scores(attention: FoundAttention) -> View:
     if alibi is None or met is None or alibi.shape != (rows * attention.n_heads, 1, attention.key_pos):
         return MaskedScores()
     product, rest = met.product[met.seen], (met.scores - alibi.view(rows, attention.n_heads, 1, -1))[met.seen]
-    factor = float((rest * product).sum() / (product**2).sum())
-    is_sum = bool(((rest - factor * product).abs() <= FITTED * rest.abs().max()).all())
-    return AlibiScores() if is_sum else MaskedScores()
+    return MaskedScores() if _ratio(rest, product) is None else AlibiScores()
 
 
 def sinks(attention: FoundAttention) -> str | None:
@@ -365,6 +363,7 @@ class Facts:
 
     def __init__(self, model: nn.Module, recording: Recording) -> None:
         self.model, self.recording = model, recording
+        self.config = config_of(model).get_text_config()
         self.counts: dict[str, Counter[object]] = {}
         #: How far back each attention looks at most, None where it looks at the first token.
         self.windows: list[int | None] = []
@@ -415,7 +414,7 @@ class Facts:
 
     def _scaling(self, found: FoundAttention, declared: Attention) -> _Scaling:
         """What the products of queries and keys are divided by, and what is added to them."""
-        told = getattr(config_of(self.model).get_text_config(), "attn_logit_softcapping", None)
+        told = getattr(self.config, "attn_logit_softcapping", None)
         cap = soft_cap(found, told)
         scale = scale_of_scores(found, cap)
         alibi = None if scale is not None or declared.rotary else alibi_scale(found)
@@ -440,7 +439,7 @@ class Facts:
             self.add("rotary_base", base)
             if rotation[2]:
                 own["rotary_dim"] = rotation[0]
-            if getattr(config_of(self.model).get_text_config(), "is_heterogeneous", False):
+            if getattr(self.config, "is_heterogeneous", False):
                 own["rotary_base"] = base
         if rotation is not None:
             self.add("rotary_adjacent_pairs", rotation[1])
@@ -451,7 +450,7 @@ class Facts:
         self.table = table
         self.add("positional_embedding_type", "relative_positional_bias")
         self.add("relative_attention_num_buckets", table.buckets)
-        most = getattr(config_of(self.model).get_text_config(), "relative_attention_max_distance", None)
+        most = getattr(self.config, "relative_attention_max_distance", None)
         self.add("relative_attention_max_distance", most)
         return table.path
 
@@ -493,14 +492,12 @@ class Facts:
         first_weight, last = (getattr(module, "weight", None) for module in modules)
         if not isinstance(first_weight, Tensor) or not isinstance(last, Tensor) or first_weight is last:
             return first_weight is not None and first_weight is last
-        config = config_of(self.model)
-        said = any(first(each, "tie_word_embeddings") for each in (config, config.get_text_config()))
+        said = any(first(each, "tie_word_embeddings") for each in (config_of(self.model), self.config))
         return said and first_weight.shape == last.shape and torch.equal(first_weight[:_ROWS], last[:_ROWS])
 
     def _window_values(self, n_layers: int) -> dict[str, object]:
         """Sliding windows, where the run shows that they are not those that the configuration says, or it says none."""
-        config = config_of(self.model).get_text_config()
-        said = None if getattr(config, "is_heterogeneous", False) else first(config, "sliding_window")
+        said = None if getattr(self.config, "is_heterogeneous", False) else first(self.config, "sliding_window")
         if isinstance(said, int) and said < self.recording.pos and all(seen is None for seen in self.windows):
             return {"use_local_attn": False, "window_size": None, "attn_types": None}
         seen = {window for window in self.windows if window is not None}
@@ -510,7 +507,7 @@ class Facts:
         other = isinstance(told, int) and seen and told not in seen and told < self.recording.pos
         self.at_layer(n_layers)
         types = ["global" if window is None else "local" for window in self.windows]
-        kinds = first(config, "layer_types") or ()
+        kinds = first(self.config, "layer_types") or ()
         unsaid = bool(kinds) and types != ["local" if "sliding" in kind else "global" for kind in kinds]
         if len(seen) == 1 and n_layers == len(self.windows) and (told is None or other or unsaid):
             return {"use_local_attn": True, "window_size": seen.pop(), "attn_types": types}
@@ -522,13 +519,12 @@ class Facts:
         Args:
             base, dim: as they were seen.
         """
-        config = config_of(self.model).get_text_config()
-        if getattr(config, "is_heterogeneous", False):
+        if getattr(self.config, "is_heterogeneous", False):
             return {}  # another one for each layer
-        parameters = rotation_of(config)
+        parameters = rotation_of(self.config)
         if "rope_theta" not in parameters and "rope_theta" not in (parameters.get("full_attention") or {}):
             return {}
-        said = rotary_values(config)
+        said = rotary_values(self.config)
         if parameters.get("rope_type") == "default" and isinstance(base, float) and isinstance(dim, int):
             # Angles may be those of another number of columns than turn (Moonshine).
             whole = all(p.dtype == torch.float32 for p in self.model.parameters())

@@ -37,7 +37,7 @@ from adapters.linear import materialized
 from adapters.norms import Norm
 from adapters.observe.gradients import gradient_of
 from adapters.observe.observe import BorderTensor, ModuleCall, NotFound, Recording, elements_of, tightest
-from adapters.observe.recognised import NEGLIGIBLE, agree, results_by_token, weights_in_sum
+from adapters.observe.recognised import NEGLIGIBLE, agree, factor_of, results_by_token, weights_in_sum
 from adapters.points import join, members_of
 from adapters.views import times
 
@@ -204,15 +204,14 @@ class FoundMLP:
 
     def _by_zeros(self, two: list[Found]) -> tuple[Found, Found]:
         """Of two, the one whose negative values put the neuron out is the gate."""
-        for gate, up in ((two[0], two[1]), (two[1], two[0])):
-            value = gate[0].returned.value[..., _at(gate[1])]
-            if bool(((self.post.value == 0) == (value <= 0)).all()):
+        for gate, up in (two, two[::-1]):
+            if bool(((self.post.value == 0) == (_values(gate) <= 0)).all()):
                 return gate, up
         raise NotFound("which of its two projections is the gate cannot be told")
 
     def _by_trying(self, two: list[Found]) -> tuple[Found, Found]:
         """Of two, neither of which enters the product as it is, the gate of a function of both."""
-        for gate, up in ((two[0], two[1]), (two[1], two[0])):
+        for gate, up in (two, two[::-1]):
             if self._activation(gate, up) is not None:
                 return gate, up
         raise NotFound("neither of its two projections enters the product as it is")
@@ -220,55 +219,54 @@ class FoundMLP:
     def _activation_module(self, gate: Found | None, up: Found) -> str | None:
         """The module that computes the activation function."""
         owner = self.part.owner
-        call, index = gate or up
-        before, post = call.returned.value[..., _at(index)], self.post.value
-        other = up[0].returned.value[..., _at(up[1])] if gate else 1.0
+        before, other = _values(gate or up), _values(up) if gate else 1.0
         for each in self.part.inside if owner else ():
             made = each.returned.value if each.left and each.entered and each.is_leaf else None
             if made is None or each.entered is None or not torch.equal(each.entered.value, before):
                 continue
-            if owner and agree(made * other, post, each=True):
+            if owner and agree(made * other, self.post.value, each=True):
                 return relative(each.path, owner.path)
         return None
 
     def _times_an_argument(self, up: Found) -> str | None:
         """The argument of the block that the activated neurons are multiplied with."""
-        before, post = up[0].returned.value[..., _at(up[1])], self.post.value
         for name, other in self.given.items():
-            if other.shape != post.shape:
-                continue
-            for act_fn in self.names:
-                made = activated(act_fn, before, other.detach(), self.config)
-                if made is not None and agree(made, post, each=True):
-                    self.act_fn = act_fn
+            if other.shape == self.post.value.shape:
+                self.act_fn = _act_fn(self.names, _values(up), other.detach(), self.post.value, self.config)
+                if self.act_fn:
                     return name
         return None
 
     def _factor(self, gate: Found | None, up: Found) -> float | None:
         """What enters the module of the activation function is multiplied with before (Falcon-H1)."""
-        (call, index), owner = gate or up, self.part.owner
+        owner, before = self.part.owner, _values(gate or up).double()
         if owner is None or any(p.numel() == 1 for p in owner.module.parameters()):
             return None  # training may change it
-        before = call.returned.value[..., _at(index)].double()
         for each in self.part.inside:
             entered = each.entered.value if each.entered and each.is_leaf and not each.is_linear else None
             if entered is not None and entered.shape == before.shape:
-                factor = float((entered * before).sum() / before.square().sum())
+                factor = factor_of(entered, before)
                 if agree(factor * before, entered.double(), each=True):
                     return rounded(factor)
         return None
 
     def _activation(self, gate: Found | None, up: Found, factor: float = 1.0) -> str | None:
         """The name of the activation function."""
-        call, index = gate or up
-        before = call.returned.value[..., _at(index)] * factor
-        other = up[0].returned.value[..., _at(up[1])] if gate else None
-        post = self.post.value
-        for name in self.names:
-            made = activated(name, before, other, self.config)
-            if made is not None and agree(made, post, each=True):
-                return name
-        return None
+        before, other = _values(gate or up) * factor, _values(up) if gate else None
+        return _act_fn(self.names, before, other, self.post.value, self.config)
+
+
+def _act_fn(
+    names: Sequence[str], x: Tensor, other: Tensor | None, seen: Tensor, config: PreTrainedConfig
+) -> str | None:
+    """The name of the activation function that makes, with another factor or without, what was seen."""
+    made = ((name, activated(name, x, other, config)) for name in names)
+    return next((name for name, y in made if y is not None and agree(y, seen, each=True)), None)
+
+
+def _values(found: Found) -> Tensor:
+    """What a projection makes of each neuron."""
+    return found[0].returned.value[..., _at(found[1])]
 
 
 def _at(index: Sequence[int]) -> Tensor:
@@ -583,10 +581,12 @@ class FoundMixture(FoundExperts):
             if not self.experts.holds(call) or call.entered is None or not call.is_leaf or not call.left:
                 continue
             x, y = call.entered.value, call.returned.value
-            for name in activations(self.config) if x.shape == y.shape and y.numel() else ():
-                made = activated(name, x, None, self.config)
-                if made is not None and agree(made, y, each=True):
-                    return name
+            if (
+                x.shape == y.shape
+                and y.numel()
+                and (name := _act_fn(activations(self.config), x, None, y, self.config))
+            ):
+                return name
         return None
 
 
@@ -705,7 +705,7 @@ class FoundExpertModules(FoundExperts):
                 found.append("logits")
             elif indices is not None and rows.shape == indices.shape:
                 of_chosen = weights.gather(1, indices.long())
-                factor = rounded(float((of_chosen * rows).sum() / rows.double().pow(2).sum()))
+                factor = rounded(factor_of(of_chosen, rows.double()))
                 if not agree(rows.double() * factor, of_chosen, x):
                     raise NotFound(f"{router.path} returns other weights than those that its experts are added with")
                 self.factors = (factor, self.factors[1])

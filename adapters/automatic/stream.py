@@ -14,7 +14,7 @@ from adapters.automatic.blocks import FoundStack
 from adapters.automatic.norms import parameter_of, rounded
 from adapters.block import MixElement
 from adapters.observe.observe import BorderTensor, Mark, ModuleCall, Recording, mark
-from adapters.observe.recognised import FITTED, NEGLIGIBLE, agree, worked_out
+from adapters.observe.recognised import FITTED, NEGLIGIBLE, agree, factor_of, worked_out
 from adapters.views import Affine, Chain, times, transformed
 
 #: Vectors are parallel where the square of the sine between them is below this: the rounding of float32 (6e-8) leaves
@@ -265,7 +265,7 @@ class Sums:
         """A term, or what it is made of by a parameter of each column (LayerScale), or by a constant."""
         call, y = value.made[0][0], value.x.view(-1, self.width)
         for before in self._candidates(call.start, call.end - 1, [self.x, self.y]) if not call.is_leaf else ():
-            factor = float(before.x @ value.x) / float(before.x @ before.x)
+            factor = factor_of(value.x, before.x)
             # A module that multiplies what its last layer makes (Falcon-H1's MLP).
             if before.made[0][0].is_linear and agree(factor * before.x, value.x, each=True):
                 number = _number(rounded(factor), self.block.module)

@@ -194,6 +194,11 @@ def agree(made: Tensor, seen: Tensor, of: Tensor | None = None, *, each: bool = 
     return bool(((made - seen).abs() <= close).all())
 
 
+def factor_of(made: Tensor, x: Tensor) -> float:
+    """The factor with which one tensor comes nearest to another, by least squares."""
+    return float((made * x).sum() / (x * x).sum())
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Which tokens an expert's rows are, and what the results of experts are multiplied with in the sum of them.
 # ----------------------------------------------------------------------------------------------------------------------
