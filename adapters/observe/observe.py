@@ -40,8 +40,12 @@ from adapters.attention import pattern_of, per_head, result_of, scores_of
 from adapters.inputs import argument_names
 from adapters.points import Site, is_inside, token_embedding
 from adapters.spread import Cut, Layout, SpreadModelError
+from adapters.views import Args, Kwargs
 from adapters.views.attention import KernelArguments
 from adapters.views.views import place_of_input
+
+#: A function of torch's.
+Function = Callable[..., Any]
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What a recording is made of: the calls of modules, the softmaxes, and the tensors at the borders of modules.
@@ -107,8 +111,8 @@ class ModuleCall:
 
     path: str
     module: nn.Module
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    args: Args = ()
+    kwargs: Kwargs = field(default_factory=dict)
     output: Any = None
     start: int = 0
     end: int = -1
@@ -357,7 +361,7 @@ _QUOTIENTS = {torch.div, Tensor.div, Tensor.__truediv__, torch.true_divide, Tens
 STEPS = _LOGARITHMS | _MAXIMA | _DIFFERENCES | _EXPONENTIALS | _SUMS | _QUOTIENTS
 
 
-def may_be_step(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+def may_be_step(func: Function, args: Args) -> bool:
     """Whether a function may be a step of a softmax: one of rows of a tensor of three axes or more."""
     return func in STEPS and bool(args) and isinstance(args[0], Tensor) and args[0].ndim > 2
 
@@ -375,8 +379,8 @@ class SoftmaxByHand:
 
     def step(
         self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
+        func: Function,
+        args: Args,
         kwargs: Mapping[str, Any],
         begins: Callable[[Tensor], Tensor],
         ends: Callable[[Tensor, Tensor], Tensor],
@@ -472,6 +476,8 @@ class CallRecorder:
         recording: what it writes to.
         copies: keep what the tensors hold at the time of the call; False: the tensors themselves, with their graph.
         layout: how the model is spread over processes: what each has a part of is put together.
+        graph: record what passes borders with the graph between them, and what is written over there; the first module
+            is the model.
     """
 
     def __init__(
@@ -481,8 +487,11 @@ class CallRecorder:
         *,
         copies: bool = True,
         layout: Layout | None = None,
+        graph: bool = False,
     ) -> None:
-        self.modules, self.copies, self._layout = list(modules), copies, layout
+        self.modules, self.copies, self._layout, self._graph = list(modules), copies, layout, graph
+        self._embedding = token_embedding(self.modules[0][1]) if graph else None
+        self._watched: list[tuple[ModuleCall, Literal["input", "output"], Tensor, int]] = []
         self.recording = Recording() if recording is None else recording
         self.running: list[ModuleCall] = []
         self._time = 0
@@ -498,29 +507,36 @@ class CallRecorder:
 
     def __exit__(self, *error: object) -> None:
         self._attached.close()
+        for call, which, x, version in self._watched:
+            if x._version != version:
+                call.changed = (*call.changed, which)
 
     def tick(self) -> int:
         """The time of another event."""
         self._time += 1
         return self._time
 
-    def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(self, path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if (cut := self._cut(path, "input")) is not None:
             args = (cut.whole(args[0]), *args[1:])
         # What enters may be changed in place while the module runs.
         call = ModuleCall(path, module, self._kept(args), {name: self._kept(x) for name, x in kwargs.items()})
         call.start = self.tick()
-        self.enters(call)
+        place = place_of_input(module, args, kwargs) if self._graph else None
+        if place is not None:
+            call.entered = _seen(None, args[place] if isinstance(place, int) else kwargs.get(place))
+        if call.entered:
+            self._watched.append((call, "input", call.entered.live, call.entered.live._version))
         self.running.append(call)
         self.recording.add(call)
 
-    def _note_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _note_output(self, module: nn.Module, args: Args, output: Any) -> Any:
         while (call := self.running.pop()).module is not module:
             pass  # one that an error has left
         if (cut := self._cut(call.path, "output")) is not None:
             output = cut.whole(output)
         call.output, call.end = self._kept(output), self.tick()
-        return self.leaves(call) if cut is None else cut.part(output)
+        return (self._with_graph(call) if self._graph else None) if cut is None else cut.part(output)
 
     def _cut(self, path: str, kind: Literal["input", "output"]) -> Cut | None:
         """How what passes a module is spread over processes; None where it is whole, or nobody knows."""
@@ -535,27 +551,32 @@ class CallRecorder:
             return x.detach().clone() if self.copies else x
         return type(x)(map(self._kept, x)) if type(x) in (tuple, list) else x
 
-    def enters(self, call: ModuleCall) -> None:
-        """What else is done when a module begins."""
-
-    def leaves(self, call: ModuleCall) -> Any:
-        """What else is done when it ends, and what it is to return; None: what it does."""
+    def _with_graph(self, call: ModuleCall) -> Any:
+        """Notes what leaves a module, in the graph; and what it is to return."""
+        given = output = call.output
+        if call.module is self._embedding and isinstance(output, Tensor) and output.is_leaf:
+            # The graph begins here, also where no parameter is trained.
+            given = output = call.output = output.detach().requires_grad_() * 1
+        if isinstance(output, Tensor) and output.is_floating_point():
+            given = output.clone()  # what the model writes over is not what is kept here
+            self._watched.append((call, "output", given, given._version))
+        elements = [(None, output)] if isinstance(output, Tensor) else list(enumerate(elements_of(output)))
+        call.left = [seen for key, x in elements if (seen := _seen(key, x))]
+        return given
 
 
 class Watch(TorchFunctionMode):
     """Sees the torch functions that modules call while it is active."""
 
     #: The functions that `call` does something about; None: it is asked about all.
-    looked_at: Collection[Callable[..., Any]] | None = None
+    looked_at: Collection[Function] | None = None
 
     @property
     def in_user_function(self) -> bool:
         """Whether a user's function is being called: what it computes is not the model's."""
         return False
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = {} if kwargs is None else kwargs
         if func is Tensor.unflatten:  # torch.compile cannot call this one as a function
             return args[0].unflatten(*args[1:], **kwargs)
@@ -563,7 +584,7 @@ class Watch(TorchFunctionMode):
             return func(*args, **kwargs)
         return self.call(func, args, kwargs)
 
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """Calls a function of the module's, or does something else in its place."""
         raise NotImplementedError
 
@@ -575,12 +596,12 @@ _OF_ATTENTION: set[Any] = {scaled_dot_product_attention, *SOFTMAXES, *PRODUCTS, 
 class SeesAttention(Watch):
     """Recognises attention among the torch functions that a module calls: its kernel, its product, its softmax."""
 
-    looked_at: Collection[Callable[..., Any]] | None = _OF_ATTENTION
+    looked_at: Collection[Function] | None = _OF_ATTENTION
 
     #: What follows a softmax by hand, while one is under way.
     by_hand: SoftmaxByHand | None = None
 
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """Calls a function of the module's: what is attention is told to the methods below."""
         if func is scaled_dot_product_attention:
             return self.scaled_dot_product(func, KernelArguments(*args, **kwargs))
@@ -612,7 +633,7 @@ class SeesAttention(Watch):
         """What a call of `scaled_dot_product_attention` returns, by this kernel."""
         raise NotImplementedError
 
-    def softmax(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def softmax(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """What a call of a softmax returns."""
         raise NotImplementedError
 
@@ -647,14 +668,14 @@ class AttentionRecorder(SeesAttention):
         self.recorder, self.recording = recorder, recorder.recording
         self.products: list[tuple[Tensor, Tensor]] = []
 
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """As `SeesAttention` does, and notes when the best of something are chosen."""
         made = super().call(func, args, kwargs)
         if func in CHOICES:
             self.recording.choices.append(self.recorder.tick())
         return made
 
-    def softmax(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def softmax(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """Records it."""
         out = func(*args, **kwargs)
         if not isinstance(out, Tensor):
@@ -699,39 +720,6 @@ class AttentionRecorder(SeesAttention):
         return result_of(pattern.detach(), value)
 
 
-class _GraphRecorder(CallRecorder):
-    """Records what passes the borders of modules with the graph between them, and what is written over there."""
-
-    def __init__(self, model: nn.Module, recording: Recording) -> None:
-        super().__init__(_modules(model), recording, copies=False)
-        self._embedding = token_embedding(model)
-        self._watched: list[tuple[ModuleCall, Literal["input", "output"], Tensor, int]] = []
-
-    def enters(self, call: ModuleCall) -> None:
-        place = place_of_input(call.module, call.args, call.kwargs)
-        call.entered = _seen(None, call.args[place] if isinstance(place, int) else call.kwargs.get(place or ""))
-        if call.entered:
-            self._watched.append((call, "input", call.entered.live, call.entered.live._version))
-
-    def leaves(self, call: ModuleCall) -> Any:
-        given = output = call.output
-        if call.module is self._embedding and isinstance(output, Tensor) and output.is_leaf:
-            # The graph begins here, also where no parameter is trained.
-            given = output = call.output = output.detach().requires_grad_() * 1
-        if isinstance(output, Tensor) and output.is_floating_point():
-            given = output.clone()  # what the model writes over is not what is kept here
-            self._watched.append((call, "output", given, given._version))
-        elements = [(None, output)] if isinstance(output, Tensor) else list(enumerate(elements_of(output)))
-        call.left = [seen for key, x in elements if (seen := _seen(key, x))]
-        return given
-
-    def note_changes(self) -> None:
-        """Says of each call what of it was written over in the run."""
-        for call, which, x, version in self._watched:
-            if x._version != version:
-                call.changed = (*call.changed, which)
-
-
 def record(model: nn.Module, inputs: Mapping[str, Tensor]) -> Recording:
     """Runs a model once, and remembers what passed the borders of its modules. Nothing of the model is changed.
 
@@ -755,7 +743,7 @@ def _recorded(model: nn.Module, inputs: Mapping[str, Tensor]) -> Recording:
     tokens = inputs.get("input_ids")
     recording = Recording(*(next(iter(inputs.values())).shape[0], -1) if tokens is None else tokens.shape)
     recording.lengths = tuple(x.shape[1] for name, x in inputs.items() if name in ("input_ids", "decoder_input_ids"))
-    recorder = _GraphRecorder(model, recording)
+    recorder = CallRecorder(_modules(model), recording, copies=False, graph=True)
     with torch.enable_grad(), recorder, AttentionRecorder(recorder):
         try:
             model(**inputs)
@@ -764,7 +752,6 @@ def _recorded(model: nn.Module, inputs: Mapping[str, Tensor]) -> Recording:
                 f"it does not run on {' and '.join(inputs)} ({one_line(error)}): "
                 "pass what it takes as inputs={name: tensor}"
             ) from error
-    recorder.note_changes()
     return recording
 
 

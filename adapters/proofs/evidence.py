@@ -16,7 +16,7 @@ from adapters.architecture import Architecture, NamedStep, Stack
 from adapters.attention import Attention
 from adapters.config import ModelConfig, config_of
 from adapters.inputs import Given, accepted_by, arguments_of, split, with_required_inputs
-from adapters.observe.observe import WRONG, CallRecorder, Calls, ModuleCall, Watch, one_line
+from adapters.observe.observe import WRONG, CallRecorder, Calls, Function, ModuleCall, Watch, one_line
 from adapters.observe.probe_copy import is_moved
 from adapters.points import (
     Point,
@@ -30,7 +30,7 @@ from adapters.points import (
     token_embedding,
 )
 from adapters.spread import Layout
-from adapters.views import Call, View
+from adapters.views import Args, Call, Kwargs, View
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What a verification found: a check for each claim, with what was seen where it failed.
@@ -516,7 +516,7 @@ class FewTokens(Watch):
         super().__init__()
         self._layer, self._step = layer, step
 
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """Takes some rows where it is that layer's product."""
         if len(args) != 3 or args[1] is not self._layer.weight:
             return func(*args, **kwargs)
@@ -663,7 +663,7 @@ def with_graph(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> Evide
         evidence.activations[hook.name] = x
         return x.detach() if hook.name.endswith("pattern") else None
 
-    def cut(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def cut(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         return tuple(map(_leaf, args)), {name: _leaf(value) for name, value in kwargs.items()}
 
     model = bridge.original_model

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -492,9 +493,12 @@ def _embedded(evidence: Evidence, findings: Findings, weights: Weights) -> None:
     findings.equal(WEIGHTS, name, evidence.get(name), get()[ids])
 
 
+@dataclass
 class _Layer:
-    def __init__(self, evidence: Evidence, findings: Findings, weights: Weights, place: LayerStep) -> None:
-        self.evidence, self.findings, self.weights, self.place = evidence, findings, weights, place
+    evidence: Evidence
+    findings: Findings
+    weights: Weights
+    place: LayerStep
 
     def weight(self, name: str) -> Tensor | None:
         """A weight; None, and said so, where the layer has no plain one."""

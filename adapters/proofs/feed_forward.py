@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -84,9 +84,13 @@ def _experts(evidence: Evidence, findings: Findings, place: LayerStep) -> None:
     findings.holds(GATED, f"{place.part}experts", used > 0, "no expert ran")
 
 
+@dataclass
 class _Mixture:
-    def __init__(self, evidence: Evidence, findings: Findings, place: LayerStep, part: MoE, step: Step) -> None:
-        self.evidence, self.findings, self.place, self.part, self.step = evidence, findings, place, part, step
+    evidence: Evidence
+    findings: Findings
+    place: LayerStep
+    part: MoE
+    step: Step
 
     def get(self, name: str) -> Tensor | None:
         found = self.evidence.get(f"{self.place.part}hook_{name}")
@@ -262,9 +266,8 @@ def prove_norms(evidence: Evidence, findings: Findings) -> None:
             _norm(evidence, findings, name.removesuffix(".hook_scale"), hook, view)
     for path, norm in _declared(evidence):
         if norm.kind.identity:
-            call = evidence.call(path)
-            seen, entered = (call.result, call.input) if call else (None, None)
-            findings.equal(CLAIM, f"{path}, which is to compute nothing", seen, entered)
+            what = f"{path}, which is to compute nothing"
+            findings.equal(CLAIM, what, evidence.made(path), evidence.entered(path))
 
 
 def _declared(evidence: Evidence) -> Iterator[tuple[str, Norm]]:

@@ -22,7 +22,7 @@ from adapters.attention import (
     scores_of,
     with_sinks,
 )
-from adapters.config import ModelConfig, config_of
+from adapters.config import config_of
 from adapters.imports import rotation_of
 from adapters.inputs import repeated, split
 from adapters.linear import materialized
@@ -31,6 +31,14 @@ from adapters.points import join, module_at
 from adapters.proofs.evidence import Evidence, Findings, LayerStep, NamedHook
 from adapters.proofs.projections import clipped, normed, prove_latents
 from adapters.views import Affine, AlibiScores
+
+SCORES = "scores are queries times keys, with the declared norms, rotation, scale, cap and bias"
+PATTERN = "the pattern is the softmax of the scores, less what declared sinks take"
+VALUES = "pattern @ v = z"
+MASK = "attention goes where the declared direction and window allow it"
+
+#: A soft cap is told apart from one that is so many times as large.
+_NEXT = 1.005
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Relative positions: which dimensions turn together, by which angle (rotary embeddings); buckets of biases (T5).
@@ -41,93 +49,30 @@ from adapters.views import Affine, AlibiScores
 ByHead = Float[Tensor, "_batch _pos _head _d_head"]
 
 
-def prove_rotation(
-    findings: Findings,
-    claim: str,
-    at: str,
-    cfg: ModelConfig,
-    config: PreTrainedConfig,
-    local: bool,
-    before: tuple[ByHead, ByHead],
-    after: tuple[Tensor | None, Tensor | None],
-    own: tuple[int | None, float | None] = (None, None),
-) -> bool:
-    """Rotated queries and keys are the plain ones, turned as `cfg` says. Whether they are turned at all.
-
-    Args:
-        findings: what is found is added to it.
-        claim: what it is part of.
-        at: where.
-        cfg: `rotary_dim`, `rotary_adjacent_pairs`, `rotary_base` and `rotary_base_local` are looked at.
-        config: the model's own, which may say that the angles are scaled.
-        local: this layer has a window.
-        before, after: queries and keys.
-        own: the layer's `rotary_dim` and `rotary_base`, where they are not the model's.
-    """
-    turned = []
-    backwards: set[bool] = set()
-    for letter, x, y in zip("qk", before, after, strict=True):
-        where = f"{at}hook_rot_{letter}"
-        if y is None or y.shape != x.shape:
-            findings.holds(claim, where, False, f"shape {None if y is None else list(y.shape)} for {list(x.shape)}")
-            continue
-        changed = (x[:, 1:] != y[:, 1:]).flatten(0, 2).any(0).cpu()
-        if _stands_still(findings, claim, where, x, y):
-            continue
-        turned.append(letter)
-        width = own[0] or cfg.rotary_dim
-        if width is None:
-            findings.holds(claim, where, False, "cfg does not say how many dimensions are rotated")
-            continue
-        base = cfg.rotary_base_local if local and cfg.rotary_base_local is not None else cfg.rotary_base
-        base = own[1] or base
-        speeds = None if base is None else _scaled_speeds(config, base, local)
-        still = 0 if speeds is None or 2 * len(speeds) != width else 2 * int((speeds == 0).sum())
-        scaled = bool((x[:, 1:, :, width:] != y[:, 1:, :, width:]).any())
-        if not findings.holds(claim, where, not scaled, f"more than the first {width} dimensions are rotated"):
-            continue
-        # A turn too slow to see does not say that its dimension stands still.
-        moved = int(changed[:width].sum())
-        if not findings.holds(
-            claim, where, moved + still == width or _slow(base, width), f"{moved} dimensions of {width} turn"
-        ):
-            continue
-        if not findings.holds(claim, where, width % 2 == 0, f"{width} dimensions cannot be paired"):
-            continue
-        turn = _turn(findings, claim, where, x[..., :width], y[..., :width], cfg.rotary_adjacent_pairs)
-        if turn is not None:
-            backwards.add(_speed(findings, claim, where, turn, base, speeds, images=not cfg.d_vocab))
-    if len(backwards) > 1:
-        findings.holds(claim, f"{at}hook_rot_k", False, "queries and keys turn in opposite directions")
-    return bool(turned)
-
-
-def _stands_still(findings: Findings, claim: str, where: str, x: ByHead, y: ByHead) -> bool:
+def _stands_still(findings: Findings, where: str, x: ByHead, y: ByHead) -> bool:
     """Whether queries, or keys, are not rotated: as they are, or multiplied with a number for each place."""
     if torch.equal(x[:, 1:], y[:, 1:]):
-        return findings.holds(claim, where, True)
+        return findings.holds(SCORES, where, True)
     factor = (x * y).sum((0, 2, 3), keepdim=True) / (x * x).sum((0, 2, 3), keepdim=True)
     worst = float((factor * x - y).abs().max())
     if not (factor > 0).all() or worst > findings.tolerance * float(y.abs().max()):
         return False
-    findings.inconclusive(claim, f"{where}: what it is multiplied with at each place")
-    return findings.holds(claim, where, True)
+    findings.inconclusive(SCORES, f"{where}: what it is multiplied with at each place")
+    return findings.holds(SCORES, where, True)
 
 
 def _slow(base: float | None, width: int) -> bool:
     return base is not None and base ** (2 / width - 1) < 1e-5
 
 
-def _turn(
-    findings: Findings, claim: str, where: str, x: ByHead, y: ByHead, adjacent: bool
-) -> Complex[Tensor, "pos pair"] | None:
+def _turn(findings: Findings, where: str, x: ByHead, y: ByHead, adjacent: bool) -> Complex[Tensor, "pos pair"] | None:
     """By what each pair is multiplied, as a complex number; None where that is not the same for all heads and texts."""
     start, end = (_pairs(value.double(), adjacent) for value in (x, y))
     turn = (start.conj() * end).sum((0, 2)) / start.abs().pow(2).sum((0, 2))
     expected = start * turn[None, :, None]
     kind = "neighbouring dimensions" if adjacent else "dimensions half of the width apart"
     worst = float((end - expected).abs().max()) / float(end.abs().max())
-    ok = findings.holds(claim, where, worst <= findings.tolerance, f"{kind} do not turn together ({worst:.1e})")
+    ok = findings.holds(SCORES, where, worst <= findings.tolerance, f"{kind} do not turn together ({worst:.1e})")
     return turn if ok else None
 
 
@@ -141,7 +86,6 @@ def _pairs(x: Tensor, adjacent: bool) -> Tensor:
 
 def _speed(
     findings: Findings,
-    claim: str,
     where: str,
     turn: Complex[Tensor, "pos pair"],
     base: float | None,
@@ -158,13 +102,13 @@ def _speed(
     if base is None and images:
         found = _on_grid(turn / turn.abs())
         findings.holds(
-            claim, where, found <= findings.angles, f"rows and columns do not turn by themselves ({found:.1e})"
+            SCORES, where, found <= findings.angles, f"rows and columns do not turn by themselves ({found:.1e})"
         )
         return False
     if base is None and pairs == 1:
         base = 1.0  # of one pair, no power of it is taken
     if base is None:
-        findings.holds(claim, where, False, "cfg does not say the base of the rotation")
+        findings.holds(SCORES, where, False, "cfg does not say the base of the rotation")
         return False
     if speeds is None or len(speeds) != pairs:
         speeds = float(base) ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
@@ -174,7 +118,7 @@ def _speed(
     relative = turn * turn[:1].conj()
     worst, mirrored = (float((each - expected).abs().max()) for each in (relative, relative.conj()))
     seen = f"the angles are not those of the base {base} (by {worst:.1e})"
-    findings.holds(claim, where, min(worst, mirrored) <= findings.angles, seen)
+    findings.holds(SCORES, where, min(worst, mirrored) <= findings.angles, seen)
     return mirrored < worst
 
 
@@ -245,14 +189,9 @@ def telling_distance(buckets: int, most: int, other: int, *, both: bool) -> int:
     return int((one != two).nonzero()[0]) if bool((one != two).any()) else most
 
 
-SCORES = "scores are queries times keys, with the declared norms, rotation, scale, cap and bias"
-PATTERN = "the pattern is the softmax of the scores, less what declared sinks take"
-VALUES = "pattern @ v = z"
-MASK = "attention goes where the declared direction and window allow it"
-
-#: A soft cap is told apart from one that is so many times as large.
-_NEXT = 1.005
-#: Of queries, or of keys: they may differ in everything but the batch.
+# ----------------------------------------------------------------------------------------------------------------------
+# Each attention.
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def prove_attention(evidence: Evidence, findings: Findings) -> None:
@@ -378,15 +317,52 @@ class _Attention:
             return self._latent(q, k, turned_q, turned_k)
         if self.padded:  # positions are counted in another way in each row of the batch
             return False
-        config, at, turned = (
-            config_of(self.evidence.bridge.core).get_text_config(),
-            self.place.part,
-            (turned_q, turned_k),
-        )
+        return self._turn(q, k, (turned_q, turned_k))
+
+    def _turn(self, q: ByHead, k: ByHead, turned: tuple[Tensor | None, Tensor | None]) -> bool:
+        """Rotated queries and keys are the plain ones, turned as `cfg` says. Whether they are turned at all."""
+        config = config_of(self.evidence.bridge.core).get_text_config()
         if getattr(config, "is_heterogeneous", False):
             config = config.per_layer_config[self.place.layer]
-        own = self.part.own("rotary_dim", None), self.part.own("rotary_base", None)
-        return prove_rotation(self.findings, SCORES, at, self.cfg, config, self.local, (q, k), turned, own)
+        turns, backwards = False, set[bool]()
+        for letter, x, y in zip("qk", (q, k), turned, strict=True):
+            where = f"{self.place.part}hook_rot_{letter}"
+            if y is None or y.shape != x.shape:
+                self.findings.holds(
+                    SCORES, where, False, f"shape {None if y is None else list(y.shape)} for {list(x.shape)}"
+                )
+                continue
+            changed = (x[:, 1:] != y[:, 1:]).flatten(0, 2).any(0).cpu()
+            if _stands_still(self.findings, where, x, y):
+                continue
+            turns = True
+            width = self.part.own("rotary_dim", None) or self.cfg.rotary_dim
+            if width is None:
+                self.findings.holds(SCORES, where, False, "cfg does not say how many dimensions are rotated")
+                continue
+            locally = self.local and self.cfg.rotary_base_local is not None
+            base = self.cfg.rotary_base_local if locally else self.cfg.rotary_base
+            base = self.part.own("rotary_base", None) or base
+            speeds = None if base is None else _scaled_speeds(config, base, self.local)
+            still = 0 if speeds is None or 2 * len(speeds) != width else 2 * int((speeds == 0).sum())
+            scaled = bool((x[:, 1:, :, width:] != y[:, 1:, :, width:]).any())
+            moved = int(changed[:width].sum())
+            needed = (
+                (not scaled, f"more than the first {width} dimensions are rotated"),
+                # A turn too slow to see does not say that its dimension stands still.
+                (moved + still == width or _slow(base, width), f"{moved} dimensions of {width} turn"),
+                (width % 2 == 0, f"{width} dimensions cannot be paired"),
+            )
+            if not all(self.findings.holds(SCORES, where, ok, seen) for ok, seen in needed):
+                continue
+            turn = _turn(self.findings, where, x[..., :width], y[..., :width], self.cfg.rotary_adjacent_pairs)
+            if turn is not None:
+                backwards.add(_speed(self.findings, where, turn, base, speeds, images=not self.cfg.d_vocab))
+        if len(backwards) > 1:
+            self.findings.holds(
+                SCORES, f"{self.place.part}hook_rot_k", False, "queries and keys turn in opposite directions"
+            )
+        return turns
 
     def _normed_last(self, *normed: ByHead | None) -> tuple[Tensor | None, Tensor | None]:
         """What the norms behind the rotation are given; what they put out is what enters the product."""

@@ -51,8 +51,7 @@ def prove_beginning(evidence: Evidence, findings: Findings) -> None:
     if not made.tokens:
         _patches(evidence, findings, made)
         return
-    tokens = evidence.call(evidence.base, made.tokens)
-    given = tokens.input if tokens else None
+    given = evidence.entered(evidence.base, made.tokens)
     findings.holds(ENDS, "embed", given is not None and given.equal(evidence.text), "it is not given the tokens")
     first = f"{architecture.stack.name}.0.hook_resid_pre"
     stream = evidence.get(first)
@@ -84,8 +83,7 @@ def _sum_at_first_block(evidence: Evidence, findings: Findings, first: str, stre
     made, embed = evidence.bridge.architecture.embedding, evidence.get("hook_embed")
     text = _text_places(evidence, first, stream)
     if made.norm:
-        tokens = evidence.call(evidence.base, made.tokens)
-        rows = tokens.result if tokens else None
+        rows = evidence.made(evidence.base, made.tokens)
         scaled = None if rows is None else rows * made.factor
         findings.equal(ENDS, "embed norm", evidence.entered(evidence.base, made.norm.path), scaled)
     if stream is None or embed is None:
@@ -187,8 +185,7 @@ def _sum_of_embeddings(evidence: Evidence, findings: Findings, made: Embedding) 
         total = evidence.made(evidence.base, norm.path)
     linear = evidence.call(evidence.base, project) if project else None
     if project:
-        weight = getattr(linear.module, "weight", None) if linear else None
-        is_linear = isinstance(weight, Tensor) and weight.ndim == 2
+        is_linear = linear is not None and linear.is_linear
         findings.holds(ENDS, "embed_project", is_linear, f"{project} is no linear layer that ran")
     if linear is not None and made.projects_sum:
         findings.equal(ENDS, "embed_project", linear.input, total)
@@ -250,9 +247,7 @@ def _headed(evidence: Evidence, findings: Findings, head: Head, stream: Tensor |
     linear, module = evidence.call(evidence.from_model(head.linear)), evidence.call(path)
     if module is None:
         return stream
-    weight = getattr(linear.module, "weight", None) if linear else None
-    inside = is_inside(evidence.from_model(head.linear), path)
-    ok = inside and isinstance(weight, Tensor) and weight.ndim == 2
+    ok = is_inside(evidence.from_model(head.linear), path) and linear is not None and linear.is_linear
     findings.holds(ENDS, head.name, ok, f"{head.linear} is no linear layer of it that ran")
     if not head.unembeds:
         return stream

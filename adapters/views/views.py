@@ -34,7 +34,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,7 +53,7 @@ def names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(forward).parameters)[1:]
 
 
-def place_of_input(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str | None:
+def place_of_input(module: nn.Module, args: Args, kwargs: Kwargs) -> int | str | None:
     """Where the first tensor stands that a module is called with: its place among `args`, or its name among `kwargs`.
 
     None where there is none.
