@@ -40,16 +40,23 @@ class PerHeadInput(Derived):
 
     It stands on the output of the projection; an edit is normalised and projected by the model's own modules. Without
     sources there is no norm. A second source is what the model adds after the norm (see `Attention.qk_shift`).
+
+    Attributes:
+        n_heads: how many.
+        part: how the projection's output shows them; None: of all three together (`hook_attn_in`), where nothing is
+            written: linked points do that.
     """
 
-    part: View
     n_heads: int
+    part: View | None = None
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         entered = call.sources[0][1] if call.sources else call.input
         return entered.unsqueeze(-2).expand(*entered.shape[:-1], self.n_heads, -1)
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        if self.part is None:
+            return x
         # `forward`, not a call: the hook points that stand on the norm see the model's own computation only.
         # Head by head in memory, as they are projected: neither that nor its gradient copies them.
         normed = call.sources[0][0].forward(new.movedim(-2, 0)).movedim(0, -2) if call.sources else new
@@ -92,19 +99,6 @@ class PerHeadInput(Derived):
                 "and another gives heads inputs of their own (hook_attn_in, hook_q_input, hook_k_input, hook_v_input), "
                 "which are normed again without that change: use two runs, or change one of them"
             )
-
-
-@dataclass(frozen=True)
-class EveryHeadInput(Derived):
-    """`hook_attn_in`: one input per head for query, key and value together; its linked points do the writing."""
-
-    n_heads: int
-
-    def get(self, x: Tensor, call: Call) -> Tensor:
-        return call.input.unsqueeze(-2).expand(*call.input.shape[:-1], self.n_heads, -1)
-
-    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
-        return x
 
 
 @dataclass(frozen=True)
@@ -510,7 +504,7 @@ class AttentionPoints:
             self.points.add(
                 f"hook_{own}{letter}_input",
                 self._site(projection.path),
-                PerHeadInput(projection.view or Heads(n_heads), n_heads),
+                PerHeadInput(n_heads, projection.view or Heads(n_heads)),
                 f"batch {self.points.pos} {self.part.heads(letter)} d_model",
                 group="heavy",
                 flag="use_split_qkv_input",
@@ -529,7 +523,7 @@ class AttentionPoints:
         self.points.add(
             f"hook_{own}attn_in",
             Site(norm.path, "output"),
-            EveryHeadInput(self.n_heads),
+            PerHeadInput(self.n_heads),
             f"batch {self.points.pos} {self.part.heads('q')} d_model",
             group="heavy",
             flag="use_attn_in",

@@ -16,7 +16,7 @@
 
 **It refuses** (`DeclarationError`) a file that is damaged, is of another model, class or version, or has a name that is
 not of the vocabulary. A file is data and never code: nothing is imported or unpickled. What cannot be encoded (a view
-of a user's) is not kept, and that is said (`CannotBeEncoded`).
+of a user's) is not kept, and that is said.
 
 **It does not know** how a declaration was found, or what is done with it.
 """
@@ -71,10 +71,6 @@ _VOCABULARY: Mapping[str, Callable[..., object]] = {
 _KIND, _MAP, _LIST, _NUMBER = "is", "map", "list", "number"
 
 
-class CannotBeEncoded(ValueError):
-    """A declaration holds something that no file can."""
-
-
 def encoded(value: object) -> Any:
     """A declaration, or a value in it, as what JSON can hold.
 
@@ -82,7 +78,7 @@ def encoded(value: object) -> Any:
         value: the declaration.
 
     Raises:
-        CannotBeEncoded: something in it is of no kind that declarations are made of, such as a view of a user's.
+        ValueError: something in it is of no kind that declarations are made of, such as a view of a user's.
 
     Example:
         >>> from adapters.kept import decoded, encoded
@@ -102,7 +98,7 @@ def encoded(value: object) -> Any:
         return {_MAP: [[encoded(key), encoded(each)] for key, each in value.items()]}
     name = type(value).__name__
     if _VOCABULARY.get(name) is not type(value):
-        raise CannotBeEncoded(f"{value!r} is a {type(value).__qualname__}, which no file of a declaration can hold")
+        raise ValueError(f"{value!r} is a {type(value).__qualname__}, which no file of a declaration can hold")
     found = {key: getattr(value, key) for key in _arguments(name)}
     return {_KIND: name} | {key: encoded(each) for key, each in found.items() if each != _arguments(name)[key]}
 

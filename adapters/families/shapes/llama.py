@@ -52,23 +52,22 @@ def fused_gate(path: str, width: int) -> tuple[Projection, Projection]:
     return Projection(path, columns(0, width)), Projection(path, columns(width, 2 * width))
 
 
-class Factors(TypedDict, total=False):
-    """What `llama_like` is told of factors."""
-
-    factor: float
-    embed_factor: float
-    logit_factor: float
+#: A module of the attention, and one of the MLP.
+Pair = tuple[str | None, str | None]
 
 
-class Differences(Factors, total=False):
+class Differences(TypedDict, total=False):
     """What may differ from Llama, as the arguments of `llama_like`."""
 
     attn: Attention
     norm: NormKind
-    pre: tuple[str | None, str | None]
-    post: tuple[str | None, str | None]
-    out: tuple[str | None, str | None]
+    pre: Pair
+    post: Pair
+    out: Pair
     final_norm: str
+    factor: float
+    embed_factor: float
+    logit_factor: float
 
 
 def llama_like(
@@ -78,9 +77,9 @@ def llama_like(
     mlp: MLP | MoE = FEED_FORWARD,
     layers: Mapping[int, MLP | MoE] | None = None,
     norm: NormKind = RMS_NORM,
-    pre: tuple[str | None, str | None] = ("input_layernorm", "post_attention_layernorm"),
-    post: tuple[str | None, str | None] = (None, None),
-    out: tuple[str | None, str | None] = (None, None),
+    pre: Pair = ("input_layernorm", "post_attention_layernorm"),
+    post: Pair = (None, None),
+    out: Pair = (None, None),
     parallel: bool = False,
     factor: float = 1.0,
     embed_factor: float = 1.0,

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from adapters import kept as folder
 from adapters.automatic import automatic as inference
-from adapters.kept import CannotBeEncoded, Declaration, DeclarationError, decoded, encoded, identity_of
+from adapters.kept import Declaration, DeclarationError, decoded, encoded, identity_of
 from adapters.sealed import unsealed
 from adapters.views import View
 from bridge import TransformerBridge, version
@@ -270,7 +270,7 @@ def test_what_only_a_program_can_hold_is_not_saved(tmp_path: Path) -> None:
     class Odd(View):
         identity = False
 
-    with pytest.raises(CannotBeEncoded, match=r"Odd, which no file of a declaration can hold"):
+    with pytest.raises(ValueError, match=r"Odd, which no file of a declaration can hold"):
         encoded(Odd())
 
 
