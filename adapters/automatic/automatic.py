@@ -73,26 +73,14 @@ from adapters.automatic.ends import (
 from adapters.automatic.facts import Facts, all_rotated, all_sized
 from adapters.automatic.feed_forward import FoundExpertModules, FoundMixture, FoundMLP, experts_of, list_of_experts
 from adapters.automatic.norms import norm_kind, relative, with_gated
-from adapters.automatic.parts import FoundPart, Norms, Parts, mixes_positions, modules_of, rerun
-from adapters.automatic.stream import (
-    Addend,
-    Found,
-    Mixed,
-    Sum,
-    Sums,
-    Value,
-    collapse,
-    collapse_path,
-    first_of,
-    with_streams,
-)
+from adapters.automatic.parts import Addend, FoundPart, Norms, Sum, mixes_positions, modules_of, rerun
+from adapters.automatic.stream import Mixed, Sums, collapse, collapse_path, first_of, with_streams
 from adapters.config import act_fn_name, config_of
 from adapters.feed_forward import MoE
 from adapters.inputs import CannotBeMade, Given, sample_inputs, takes, text_places
 from adapters.mixers import Mixer, functions_of
 from adapters.norms import GEMMA_NORM, LAYER_NORM, NO_NORM, OPAQUE_NORM, RMS_NORM, Norm, NormKind
 from adapters.observe.observe import (
-    Mark,
     ModuleCall,
     NotFound,
     Recording,
@@ -380,18 +368,17 @@ class _Inference:
         call = stack.blocks[place]
         inside = self.recording.between(call.start, call.end)
         norms = with_gated(inside, {each: kind for each in inside if (kind := norm_kind(each)) is not None})
-        sums, found = self._sums(stack, place, norms)
-        prefix = f"{name}.{index}"
-        if found is None:
+        several, prefix, given = stack.n_streams, f"{name}.{index}", (call, stack.outputs[place], self.recording, norms)
+        found = Sums(*given) if several is None else Mixed(*given, several)
+        if not found.find():
             raise NotFound("what leaves the block is not what enters it and what its modules put out")
-        parts = Parts(call, self.recording, norms, sums, found.sums)
         steps: list[Step] = []
         notes: list[dict[str, str]] = []
         firsts: list[int] = []
         for total in found.sums:
             firsts.append(len(steps))
-            for nth, (term, part) in enumerate(zip(total.terms, parts.of_sum(total), strict=True)):
-                note, earlier = dict(part.missing), parts.reads(term, total)
+            for nth, (term, part) in enumerate(zip(total.terms, found.of_sum(total), strict=True)):
+                note, earlier = dict(part.missing), found.reads(term, total)
                 parallel_to = firsts[-1 if earlier is None else earlier] if nth else None
                 step = _step(self._part(part, norms, call, note, index), part, total, term, norms, call)
                 steps.append(replace(step, parallel_to=parallel_to))
@@ -417,16 +404,6 @@ class _Inference:
                 of = {"pre": named.norm, "inside": named.name, "attn": named.name.replace("mixer", "attn")}
                 first, dot, rest = what.partition(".")
                 self.not_offered[f"{prefix}.{of.get(first, first)}{dot}{rest}"] = why
-
-    def _sums(self, stack: FoundStack, place: int, norms: Norms) -> tuple[Mapping[Mark, Value], Found | None]:
-        """What passes borders inside a block, and its sums."""
-        call, output = stack.blocks[place], stack.outputs[place]
-        if stack.n_streams is None:
-            plain = Sums(call, output, self.recording, list(norms))
-            return plain.values, plain.find()
-        mixed = Mixed(call, output, self.recording, stack.n_streams)
-        sums = mixed.find()
-        return mixed.values, None if sums is None else Found(tuple(sums))
 
     def _part(self, part: FoundPart, norms: Norms, block: ModuleCall, note: dict[str, str], index: int) -> Part:
         """What a part is, as far as it can be said; `NotFound` where nothing says which names it has."""

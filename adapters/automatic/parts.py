@@ -10,17 +10,71 @@ import torch
 from torch import Tensor, nn
 
 from adapters.automatic.norms import relative
-from adapters.automatic.stream import Addend, Sum, Value
+from adapters.block import Mix
 from adapters.inputs import argument_names
 from adapters.mixers import axes_of
 from adapters.norms import OPAQUE_NORM, Norm, NormKind
 from adapters.observe.gradients import gradient_of
-from adapters.observe.observe import BorderTensor, ModuleCall, NotFound, Recording, Softmax, elements_of, tightest
+from adapters.observe.observe import BorderTensor, Mark, ModuleCall, NotFound, Recording, Softmax, elements_of, tightest
 from adapters.observe.recognised import agree, tolerance
-from adapters.views import Args, Kwargs
+from adapters.views import Args, Chain, Kwargs
 
 #: The calls of a block that are norms, with what they compute.
 Norms = Mapping[ModuleCall, NormKind]
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor of the stream's shape inside a block, with everyone who puts it out or is given it.
+
+    Attributes:
+        x: its numbers, in rows, float64.
+        mark: see `recording.mark`.
+        made: the calls that put it out, by their end.
+        read: the calls that are given it, by their start.
+        seen: when it was seen first.
+    """
+
+    x: Tensor
+    mark: Mark
+    made: list[tuple[ModuleCall, BorderTensor]] = field(default_factory=list)
+    read: list[ModuleCall] = field(default_factory=list)
+    seen: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Addend:
+    """What is added to the stream: a value, and what it goes through before."""
+
+    value: Value
+    transform: Chain = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Sum:
+    """One sum on the stream.
+
+    Attributes:
+        before: the stream that it is made from.
+        after: the stream that it makes.
+        terms: what is added, in the order of the computation; what was made before `start`, last.
+        norm: the norm on the stream behind it: its call. The next sum is made from what that puts out.
+        start, end: the times between which its parts run.
+        residual_transform: what happens to the stream before the terms are added.
+        sum_module: the module that puts it out, where there is one.
+        mix: what stands between several streams and the part, with its path from the model; `before` is then what the
+            part reads.
+    """
+
+    before: Value
+    after: Value
+    terms: tuple[Addend, ...]
+    start: int
+    end: int
+    norm: ModuleCall | None = None
+    residual_transform: Chain = ()
+    sum_module: ModuleCall | None = None
+    mix: Mix | None = None
 
 
 @dataclass(eq=False)
@@ -57,27 +111,58 @@ class FoundPart:
     entry: ModuleCall | None = None
 
 
+def values_in(block: ModuleCall, recording: Recording) -> dict[Mark, Value]:
+    """All tensors with as many numbers as the stream, and its width, that pass a module's border inside a block."""
+    assert block.entered is not None
+    numel, width = block.entered.value.numel(), block.entered.value.shape[-1]
+    found: dict[Mark, Value] = {}
+
+    def at(seen: BorderTensor, time: int) -> Value | None:
+        if seen.value.numel() != numel or seen.value.shape[-1] != width:
+            return None
+        return found.setdefault(seen.mark, Value(seen.value.double().flatten(), seen.mark, seen=time))
+
+    entry = at(block.entered, block.start)
+    assert entry is not None
+    events: list[tuple[int, ModuleCall, BorderTensor]] = []
+    for call in recording.between(block.start, block.end):
+        if call.entered:
+            events.append((call.start, call, call.entered))
+        events += [(call.end, call, seen) for seen in call.left]
+    for time, call, seen in sorted(events, key=lambda event: event[0]):
+        if (value := at(seen, time)) is not None:
+            if time == call.start:
+                value.read.append(call)
+            else:
+                value.made.append((call, seen))
+    return found
+
+
 class Parts:
-    """Finds the parts of one block.
+    """What a block adds to the stream, sum by sum, and the parts that make it. How sums are found, a subclass says.
 
     Args:
         block: its call.
         recording: the run.
         norms: its norms.
-        values: what passes borders inside of it, by mark.
+
+    Attributes:
+        values: what passes borders inside of it with the shape of the stream, by mark.
         sums: its sums.
+        norm: the call of the norm on the stream before the first.
     """
 
-    def __init__(
-        self,
-        block: ModuleCall,
-        recording: Recording,
-        norms: Norms,
-        values: Mapping[tuple[int, int], Value],
-        sums: Sequence[Sum],
-    ) -> None:
-        self.block, self.recording, self.norms, self.values, self.sums = block, recording, norms, values, sums
+    values: dict[Mark, Value]
+    norm: ModuleCall | None = None
+
+    def __init__(self, block: ModuleCall, recording: Recording, norms: Norms) -> None:
+        self.block, self.recording, self.norms = block, recording, norms
         self.inside = recording.between(block.start, block.end)
+        self.sums: list[Sum] = []
+
+    def find(self) -> bool:
+        """Whether its sums explain what leaves the block."""
+        raise NotImplementedError
 
     def of_sum(self, total: Sum) -> list[FoundPart]:
         """The parts of a sum, in its terms' order."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from adapters.architecture import Mix
 from adapters.automatic.blocks import FoundStack
 from adapters.automatic.norms import parameter_of, rounded
-from adapters.block import MixElement
+from adapters.automatic.parts import Addend, Norms, Parts, Sum, Value, values_in
+from adapters.block import Mix, MixElement
 from adapters.observe.observe import BorderTensor, Mark, ModuleCall, Recording, mark
 from adapters.observe.recognised import FITTED, NEGLIGIBLE, agree, factor_of, worked_out
 from adapters.views import Affine, Chain, times, transformed
@@ -22,111 +22,18 @@ from adapters.views import Affine, Chain, times, transformed
 _PARALLEL = 1e-9
 
 
-@dataclass(eq=False)
-class Value:
-    """A tensor of the stream's shape inside a block, with everyone who puts it out or is given it.
-
-    Attributes:
-        x: its numbers, in rows, float64.
-        mark: see `recording.mark`.
-        made: the calls that put it out, by their end.
-        read: the calls that are given it, by their start.
-        seen: when it was seen first.
-    """
-
-    x: Tensor
-    mark: Mark
-    made: list[tuple[ModuleCall, BorderTensor]] = field(default_factory=list)
-    read: list[ModuleCall] = field(default_factory=list)
-    seen: int = 0
-
-
-@dataclass(frozen=True, eq=False)
-class Addend:
-    """What is added to the stream: a value, and what it goes through before."""
-
-    value: Value
-    transform: Chain = ()
-
-
-@dataclass(frozen=True, eq=False)
-class Sum:
-    """One sum on the stream.
-
-    Attributes:
-        before: the stream that it is made from.
-        after: the stream that it makes.
-        terms: what is added, in the order of the computation; what was made before `start`, last.
-        norm: the norm on the stream behind it: its call. The next sum is made from what that puts out.
-        start, end: the times between which its parts run.
-        residual_transform: what happens to the stream before the terms are added.
-        sum_module: the module that puts it out, where there is one.
-        mix: what stands between several streams and the part, with its path from the model; `before` is then what the
-            part reads.
-    """
-
-    before: Value
-    after: Value
-    terms: tuple[Addend, ...]
-    start: int
-    end: int
-    norm: ModuleCall | None = None
-    residual_transform: Chain = ()
-    sum_module: ModuleCall | None = None
-    mix: Mix | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Found:
-    """The sums of a block, and the norm on the stream before the first."""
-
-    sums: tuple[Sum, ...]
-    norm: ModuleCall | None = None
-
-
-def values_in(block: ModuleCall, recording: Recording, shape: Sequence[int]) -> dict[Mark, Value]:
-    """All tensors with as many numbers as the stream, and its width, that pass a module's border inside a block."""
-    assert block.entered is not None
-    numel, width = block.entered.value.numel(), shape[-1]
-    found: dict[Mark, Value] = {}
-
-    def at(seen: BorderTensor, time: int) -> Value | None:
-        if seen.value.numel() != numel or seen.value.shape[-1] != width:
-            return None
-        return found.setdefault(seen.mark, Value(seen.value.double().flatten(), seen.mark, seen=time))
-
-    entry = at(block.entered, block.start)
-    assert entry is not None
-    events: list[tuple[int, ModuleCall, BorderTensor]] = []
-    for call in recording.between(block.start, block.end):
-        if call.entered:
-            events.append((call.start, call, call.entered))
-        events += [(call.end, call, seen) for seen in call.left]
-    for time, call, seen in sorted(events, key=lambda event: event[0]):
-        if (value := at(seen, time)) is not None:
-            if time == call.start:
-                value.read.append(call)
-            else:
-                value.made.append((call, seen))
-    return found
-
-
-class Sums:
-    """Finds the sums of one block.
+class Sums(Parts):
+    """Those of a block with one stream.
 
     Args:
-        block: its call.
+        block, recording, norms: as for `Parts`.
         output: what it passes on.
-        recording: the run.
-        norms: the calls in it that are norms.
     """
 
-    def __init__(
-        self, block: ModuleCall, output: BorderTensor, recording: Recording, norms: Sequence[ModuleCall]
-    ) -> None:
+    def __init__(self, block: ModuleCall, output: BorderTensor, recording: Recording, norms: Norms) -> None:
         assert block.entered is not None
-        self.block, self.norms = block, norms
-        self.values = values_in(block, recording, block.entered.value.shape)
+        super().__init__(block, recording, norms)
+        self.values = values_in(block, recording)
         self.x = self.values[block.entered.mark]
         self.y = self.values.get(output.mark) or Value(output.value.double().flatten(), output.mark, seen=block.end)
         self.width = block.entered.value.shape[-1]
@@ -137,8 +44,8 @@ class Sums:
         self.rounding = 2 * torch.finfo(block.entered.value.dtype).eps
         self.outputs = [v for v in self.values.values() if v.made and bool(v.x.abs().max() > 0)]
 
-    def find(self) -> Found | None:
-        """The sums, in order, from what enters the block to what leaves it; None where they do not explain it."""
+    def find(self) -> bool:
+        """Finds them in order, from what enters the block to what leaves it."""
         first = [n for n in self.norms if n.reads(self.x.mark)]
         entries = [(self.x, self.block.start, None)] + [
             (following, norm.end, norm) for norm in first if (following := self.values.get(norm.returned.mark))
@@ -146,8 +53,9 @@ class Sums:
         for self.search_level in range(3):  # the plainest that explains it
             for x, start, norm in entries:
                 if found := self._plain(x, start) or self._normed(x, start):
-                    return Found(tuple(found), norm)
-        return None
+                    self.sums, self.norm = found, norm
+                    return True
+        return False
 
     def _states(self, x: Value) -> list[Value]:
         """What may be the stream between two steps: what some module is given that none put out as its own part."""
@@ -410,7 +318,7 @@ def with_streams(found: FoundStack, recording: Recording) -> FoundStack:
         return replace(found, n_streams=shape[2])
     for block, output in zip(found.blocks[:1], found.outputs, strict=False):
         for n in _numbers(block, recording):
-            if Mixed(block, output, recording, n).find():
+            if Mixed(block, output, recording, {}, n).find():
                 return replace(found, n_streams=n)
     return found
 
@@ -465,24 +373,22 @@ def _apart(x: Tensor, n_streams: int) -> Tensor:
     return x if x.ndim == 4 else x.unflatten(-1, (n_streams, -1))
 
 
-class Mixed:
-    """Finds the sums of a block that carries several streams: a `Value` of all has ``[batch, pos, stream, d_model]``.
+class Mixed(Parts):
+    """Those of a block that carries several streams: a `Value` of all has ``[batch, pos, stream, d_model]``.
 
     Args:
-        block: its call.
-        output: what it passes on.
-        recording: the run.
+        block, output, recording, norms: as for `Sums`.
         n_streams: how many.
     """
 
-    def __init__(self, block: ModuleCall, output: BorderTensor, recording: Recording, n_streams: int) -> None:
+    def __init__(
+        self, block: ModuleCall, output: BorderTensor, recording: Recording, norms: Norms, n_streams: int
+    ) -> None:
         assert block.entered is not None
-        self.block, self.recording, self.n = block, recording, n_streams
-        whole = block.entered.value
-        self.inside = recording.between(block.start, block.end)
+        super().__init__(block, recording, norms)
+        self.n, whole = n_streams, block.entered.value
         one = replace(block, entered=replace(block.entered, value=_apart(whole, n_streams)[:, :, 0]))
-        #: What passes borders inside with the shape of one stream.
-        self.values = values_in(one, recording, one.entered.value.shape if one.entered else whole.shape)
+        self.values = values_in(one, recording)  # of the shape of one stream
         self.values.pop(block.entered.mark, None)
         self.x = self._state(block.entered, block.start)
         self.y = self._state(output, block.end)
@@ -500,17 +406,16 @@ class Mixed:
         found.setdefault(self.y.mark, self.y)
         return [state for state in found.values() if state is not self.x]
 
-    def find(self) -> list[Sum] | None:
-        """The sums, in order; None where they do not explain what leaves the block."""
-        sums: list[Sum] = []
+    def find(self) -> bool:
+        """Finds them in order."""
         now, start = self.x, self.block.start
         while now.mark != self.y.mark:
             total = self._next(now, start)
             if total is None:
-                return None
-            sums.append(total[0])
+                return False
+            self.sums.append(total[0])
             now, start = total[1], total[1].seen
-        return sums or None
+        return bool(self.sums)
 
     def _next(self, now: Value, start: int) -> tuple[Sum, Value] | None:
         """The next sum from some streams on, and the streams that it makes."""
