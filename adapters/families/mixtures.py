@@ -20,7 +20,7 @@ from adapters.families.shapes.llama import (
     NORMED_ATTENTION,
     NORMED_WIDTH,
     POST,
-    Differences,
+    Factors,
     fused_gate,
     llama_like,
     normed,
@@ -337,7 +337,7 @@ def flex_olmo(config: PreTrainedConfig) -> Architecture:
 SINKS = replace(ATTENTION, z_transform=SinkGate("sinks"))
 
 
-def _factors(config: PreTrainedConfig) -> Differences:
+def _factors(config: PreTrainedConfig) -> Factors:
     return {
         "factor": config.residual_multiplier,
         "embed_factor": config.embedding_multiplier,
@@ -355,7 +355,7 @@ def granite(config: PreTrainedConfig) -> Architecture:
 
 def hyperclovax(config: PreTrainedConfig) -> Architecture:
     post = ("post_norm1", "post_norm2") if config.use_post_norm else (None, None)
-    factors: Differences = {**_factors(config), "logit_factor": config.logits_scaling}  # where Granite divides
+    factors: Factors = {**_factors(config), "logit_factor": config.logits_scaling}  # where Granite divides
     return llama_like(config, post=post, **factors, config_values=_scale(config))
 
 

@@ -566,10 +566,18 @@ class CallRecorder:
 
 
 class Watch(TorchFunctionMode):
-    """Sees the torch functions that modules call while it is active."""
+    """Sees the torch functions that modules call while it is active.
+
+    Args:
+        instead: what is called in place of each of them, with it and its arguments; None: a subclass says it (`call`).
+    """
 
     #: The functions that `call` does something about; None: it is asked about all.
     looked_at: Collection[Function] | None = None
+
+    def __init__(self, instead: Callable[[Function, Args, Kwargs], Any] | None = None) -> None:
+        super().__init__()
+        self._instead = instead
 
     @property
     def in_user_function(self) -> bool:
@@ -586,7 +594,9 @@ class Watch(TorchFunctionMode):
 
     def call(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """Calls a function of the module's, or does something else in its place."""
-        raise NotImplementedError
+        if self._instead is None:
+            raise NotImplementedError
+        return self._instead(func, args, kwargs)
 
 
 #: What attention is recognised by: all other functions of a module go by.

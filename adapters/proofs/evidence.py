@@ -502,40 +502,25 @@ def few_logits(bridge: Bridge, names: Sequence[str]) -> dict[str, Any]:
 _TOKENS = 1024
 
 
-class FewTokens(Watch):
-    """Makes the logits of some tokens alone: the output layer's product is made with some rows of its matrix.
-
-    Args:
-        layer: the output layer.
-        step: each how-many-th row.
-    """
-
-    looked_at = (torch.nn.functional.linear,)
-
-    def __init__(self, layer: nn.Linear, step: int) -> None:
-        super().__init__()
-        self._layer, self._step = layer, step
-
-    def call(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
-        """Takes some rows where it is that layer's product."""
-        if len(args) != 3 or args[1] is not self._layer.weight:
-            return func(*args, **kwargs)
-        bias = args[2]
-        return func(args[0], args[1][:: self._step], None if bias is None else bias[:: self._step])
-
-
 def few_tokens(bridge: Bridge, step: int) -> AbstractContextManager[object]:
     """A ``with`` statement in which runs return each how-many-th token's logits alone.
 
     It is for what compares two runs: of a large vocabulary, nearly all of their time would be spent in the output
-    layer.
+    layer. Its product is made with some rows of its matrix.
 
     Args:
         bridge: the bridge, or one of a probe copy of its model.
         step: what `step_of_tokens` said of the model; 1: all tokens.
     """
     layer = _output_layer(bridge) if step > 1 else None
-    return nullcontext() if layer is None else FewTokens(layer, step)
+
+    def some_rows(func: Function, args: Args, kwargs: Kwargs) -> Any:
+        if layer is None or func is not torch.nn.functional.linear or len(args) != 3 or args[1] is not layer.weight:
+            return func(*args, **kwargs)
+        bias = args[2]
+        return func(args[0], args[1][::step], None if bias is None else bias[::step])
+
+    return nullcontext() if layer is None else Watch(some_rows)
 
 
 def _output_layer(bridge: Bridge) -> nn.Linear | None:

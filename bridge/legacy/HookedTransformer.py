@@ -88,7 +88,7 @@ class HookedTransformer(LegacyModel):
             if not config.init_weights:
                 return NativeModel(native)
             native.init_weights = False
-            with _NothingIsDrawn():
+            with Watch(_nothing_is_drawn):
                 model = NativeModel(native)
         native.init_weights = True
         return model
@@ -321,15 +321,13 @@ def _same(a: nn.Module, b: nn.Module) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
 
 
-class _NothingIsDrawn(Watch):
+def _nothing_is_drawn(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """While a model is made whose matrices `init_weights` draws at once: they are left empty, and biases are zero."""
-
-    def call(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        if func.__name__ not in ("normal_", "uniform_", "kaiming_uniform_"):  # of tensors, and of torch.nn.init
-            return func(*args, **kwargs)
-        tensor = args[0] if args else kwargs["tensor"]
-        with torch.no_grad():
-            return tensor.zero_() if tensor.ndim == 1 else tensor
+    if func.__name__ not in ("normal_", "uniform_", "kaiming_uniform_"):  # of tensors, and of torch.nn.init
+        return func(*args, **kwargs)
+    tensor = args[0] if args else kwargs["tensor"]
+    with torch.no_grad():
+        return tensor.zero_() if tensor.ndim == 1 else tensor
 
 
 def one_layer_model(cfg: Any, fields: Kwargs, *more: Any, **kwargs: Any) -> HookedTransformer:

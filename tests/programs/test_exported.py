@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from adapters.observe.observe import Watch
 from bridge import TransformerBridge
 from bridge.export import formats
 from bridge.export.export import attention_as_called
-from bridge.export.formats import ForExecutorch, example_of
+from bridge.export.formats import example_of, in_other_words
 from tests.adapters.test_verify_all import tiny
 
 
@@ -72,7 +73,7 @@ def test_executorch_is_told_in_other_words_what_it_gets_wrong():
 
     class Told(Calls):
         def forward(self, x: Tensor) -> list[Tensor]:
-            with ForExecutorch():
+            with Watch(in_other_words):
                 return super().forward(x)
 
     x = torch.randn(2, 5, 13)

@@ -56,7 +56,15 @@ def fused_gate(path: str, width: int) -> tuple[Projection, Projection]:
 Pair = tuple[str | None, str | None]
 
 
-class Differences(TypedDict, total=False):
+class Factors(TypedDict, total=False):
+    """What `llama_like` is told of factors."""
+
+    factor: float
+    embed_factor: float
+    logit_factor: float
+
+
+class Differences(Factors, total=False):
     """What may differ from Llama, as the arguments of `llama_like`."""
 
     attn: Attention
@@ -65,9 +73,6 @@ class Differences(TypedDict, total=False):
     post: Pair
     out: Pair
     final_norm: str
-    factor: float
-    embed_factor: float
-    logit_factor: float
 
 
 def llama_like(
