@@ -21,7 +21,8 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
-from adapters.automatic.automatic import Inferred, NotInferable, infer
+from adapters.automatic.automatic import Inferred, infer
+from adapters.observe.observe import NotFound
 from tests.tiny_models import Task, tiny_model, types
 
 FACTORS = (1e-3, 1e-2, 1e-1, 1 / 3, 3, 10, 100, 1000)
@@ -56,7 +57,7 @@ def inferred(model: nn.Module) -> Inferred | str:
     """What is inferred for a model, or why nothing is."""
     try:
         return infer(model)
-    except NotInferable as why:
+    except NotFound as why:
         return str(why)
 
 

@@ -22,7 +22,7 @@ not have the reason. `source_of` writes the declaration as the source of an adap
 Nothing goes by a name: names are read where the configuration says a number that a run cannot show, and then the run
 has to agree.
 
-**It refuses** (`NotInferable`) a model in which no list of blocks with a stream is found. What is found of the rest is
+**It refuses** (`NotFound`) a model in which no list of blocks with a stream is found. What is found of the rest is
 offered, and what is not is noted by name. Nothing of the model is changed.
 
 **It does not prove**: whatever is inferred goes through `adapters.proofs.proofs.Proof` on the live model before it is
@@ -94,10 +94,6 @@ from adapters.points import base_path, core_path, is_inside, join
 from adapters.views import PositionsFirst, SeveralStreams
 
 
-class NotInferable(Exception):
-    """No declaration could be inferred; the message says why."""
-
-
 @dataclass(frozen=True)
 class Inferred:
     """What was inferred for a model.
@@ -119,7 +115,7 @@ def infer(model: nn.Module, inputs: Given | None = None) -> Inferred:
         inputs: images or sound that it needs, by the names of its own arguments; None: made up.
 
     Raises:
-        NotInferable: no list of blocks that a residual stream runs through was found; the message says why.
+        NotFound: no list of blocks that a residual stream runs through was found; the message says why.
 
     Example:
         >>> from transformers import OlmoConfig, OlmoForCausalLM
@@ -135,14 +131,16 @@ def infer(model: nn.Module, inputs: Given | None = None) -> Inferred:
             with model_or_probe_copy(model) as subject, evaluating(subject):
                 given = sample_inputs(subject, inputs)
                 return _Inference(subject, given, record(subject, given)).run()
-    except (CannotBeMade, NotFound) as why:
-        raise NotInferable(str(why)) from None
+    except CannotBeMade as why:
+        raise NotFound(str(why)) from None
 
 
 class _Inference:
     def __init__(self, model: nn.Module, given: Given, recording: Recording) -> None:
         self.model, self.given, self.recording = model, given, recording
         self.base, self.core = base_path(model), core_path(model)
+        #: A path of the model as one from its base model.
+        self.relative = partial(relative, base=self.base)
         self.config = config_of(model).get_text_config()
         self.not_offered: dict[str, str] = {}
         self.unknown: dict[str, str] = {}
@@ -214,7 +212,7 @@ class _Inference:
         """The lists of blocks that a stream runs through: one, or an encoder's and a decoder's.
 
         Raises:
-            NotInferable: there are none, or several that are not these.
+            NotFound: there are none, or several that are not these.
         """
         stacks, reason = find_stacks(self.model, self.recording)
         if not stacks and (cycles := find_cycles(self.model, self.recording)):
@@ -224,28 +222,28 @@ class _Inference:
             # Not towers of images, nor an encoder of another kind than text's: the decoder alone.
             stacks = [each for each in stacks if each.stream.value.shape[1] in self.recording.lengths]
         if not stacks:
-            raise NotInferable(reason or "no list of blocks is run through by a stream of the tokens' positions")
+            raise NotFound(reason or "no list of blocks is run through by a stream of the tokens' positions")
         if self.main is not None and len(stacks) == 1 and stacks[0].stream.value.shape[1] in self.recording.lengths:
             self.main = None
         if self.recording.pos < 0:  # it was not given them as tokens
             self.recording.pos = stacks[0].stream.value.shape[1]
         two = len(stacks) == 2 and bool(getattr(config_of(self.model), "is_encoder_decoder", False))
         if len(stacks) > 1 and not two:
-            raise NotInferable(f"it has {len(stacks)} lists of blocks ({', '.join(stack.path for stack in stacks)})")
+            raise NotFound(f"it has {len(stacks)} lists of blocks ({', '.join(stack.path for stack in stacks)})")
         return [with_streams(each, self.recording) for each in stacks]
 
     def _embedding(self, found: FoundStack, missing: dict[str, str]) -> Embedding:
         """What the first stream begins with; what cannot be found of it is noted, by hook name.
 
         Raises:
-            NotInferable: the model reads tokens, and no embedding of them ran.
+            NotFound: the model reads tokens, and no embedding of them ran.
         """
         if self.main is not None:
             return find_patches(self.recording, first_of(found))
         text = text_places(self.model, self.given, found.blocks[0].module, found.stream.value)
         embedding = find_embedding(self.model, self.recording, first_of(found), missing, text=text)
         if embedding is None:
-            raise NotInferable("no token embedding ran")
+            raise NotFound("no token embedding ran")
         return taken_as(embedding, self.model, self.given, first_of(found))
 
     def _logits(
@@ -338,13 +336,6 @@ class _Inference:
         """What the model writes over, at the borders of the modules that run before the blocks."""
         before = [call for call in self.recording.calls if -1 < call.end <= start and call.changed]
         return tuple((self.relative(call.path), which) for call in before for which in call.changed)
-
-    def relative(self, path: str) -> str:
-        """A path of the model as one from its base model."""
-        try:
-            return relative(path, self.base)
-        except NotFound:
-            raise NotInferable(f"{path} stands outside of its base model, {self.base}") from None
 
     def _block(self, stack: FoundStack, index: int, name: str) -> Block:
         """One block, without steps where it cannot be declared."""

@@ -230,11 +230,8 @@ HookFunction = Callable[[Tensor, Hook], Tensor | None]
 NamedHook = tuple[str | list[str], HookFunction]
 
 
-@runtime_checkable
-class Cache(Protocol):
-    """A cache, as far as it is needed here."""
-
-    def __getitem__(self, name: str, /) -> Tensor: ...
+#: A cache, as far as it is needed here: activations by name.
+Cache = Mapping[str, Tensor]
 
 
 @runtime_checkable
