@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from adapters.attention import Attention, capped
 from adapters.block import Block, Mix, NamedStep, Part, Step, feeds_forward
 from adapters.norms import Norm, NormKind
-from adapters.points import join, members_of, module_at
+from adapters.points import Border, join, members_of, module_at
 from adapters.views import Affine, Chain, PositionsFirst, SeveralStreams, View
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -335,7 +335,7 @@ class Stack:
     block_inputs: Mapping[int, tuple[tuple[str, float], ...]] = field(default_factory=dict)
     stream_view: View | None = None
     collapse: str | Positions | None = None
-    changed_in_place: tuple[tuple[str, Literal["input", "output"]], ...] = ()
+    changed_in_place: tuple[tuple[str, Border], ...] = ()
 
     def place_of(self, index: int) -> str:
         """The path of a block."""
@@ -351,7 +351,7 @@ class Stack:
             return [module_at(base, self.place_of(index)) for index in range(len(self.members))]
         return members_of(base.get_submodule(self.path))
 
-    def changed_below(self, path: str, *, in_blocks: bool) -> set[tuple[str, Literal["input", "output"]]]:
+    def changed_below(self, path: str, *, in_blocks: bool) -> set[tuple[str, Border]]:
         """What the model writes over of the modules in a block, or of those that run before the blocks.
 
         Args:

@@ -147,6 +147,8 @@ def path_from(model: nn.Module, path: str) -> str:
     return join(core_path(model), path[1:]) if path.startswith(".") else join(base_path(model), path)
 
 
+#: What a module is given, or what it returns.
+Border = Literal["input", "output"]
 #: ``input``: an argument of a module. ``output``: what it returns. ``attention``: inside the attention that it
 #: computes. ``softmax``: the softmax in its forward. ``experts``: inside the module that holds a mixture's experts.
 #: ``batched experts``: likewise, where it is one product of batches. ``router``: inside the module that chooses them by

@@ -90,7 +90,7 @@ from adapters.observe.observe import (
     record,
 )
 from adapters.observe.probe_copy import model_or_probe_copy
-from adapters.points import base_path, core_path, is_inside, join
+from adapters.points import Border, base_path, core_path, is_inside, join
 from adapters.views import PositionsFirst, SeveralStreams
 
 
@@ -148,7 +148,7 @@ class _Inference:
         #: The attentions of the list of blocks that is being looked at which make their own keys, by block.
         self.attentions: dict[int, FoundAttention] = {}
         #: What the model writes over in the blocks of the list that is being looked at.
-        self.changed: dict[tuple[str, Literal["input", "output"]], None] = {}
+        self.changed: dict[tuple[str, Border], None] = {}
         #: What its first blocks read in place of tokens.
         self.main = takes(model.get_submodule(self.core)).main
 
@@ -332,7 +332,7 @@ class _Inference:
         summed = {i: tuple((self.relative(path), w) for path, w in each) for i, each in found.block_inputs.items()}
         return inputs | summed
 
-    def _changed_before(self, start: int) -> tuple[tuple[str, Literal["input", "output"]], ...]:
+    def _changed_before(self, start: int) -> tuple[tuple[str, Border], ...]:
         """What the model writes over, at the borders of the modules that run before the blocks."""
         before = [call for call in self.recording.calls if -1 < call.end <= start and call.changed]
         return tuple((self.relative(call.path), which) for call in before for which in call.changed)
@@ -549,7 +549,7 @@ def _step(declared: Part, part: FoundPart, total: Sum, term: Addend, norms: Norm
     )
 
 
-def _changed(block: ModuleCall, inside: Sequence[ModuleCall]) -> tuple[tuple[str, Literal["input", "output"]], ...]:
+def _changed(block: ModuleCall, inside: Sequence[ModuleCall]) -> tuple[tuple[str, Border], ...]:
     """What the model writes over, at the borders of modules that hook points may stand on: those of the block."""
     own = [call for call in (block, *inside) if is_inside(call.path, block.path)]
     return tuple((relative(call.path, block.path), which) for call in own for which in call.changed)

@@ -42,7 +42,7 @@ from adapters.views import MaskedScores, SinkScores
 
 
 def mixtral(config: PreTrainedConfig) -> Architecture:
-    return mixture_like(config, MoE("mlp", router="gate"), config.num_local_experts, config.intermediate_size)
+    return mixture_like(config, MoE("mlp", router="gate"), n_experts="num_local_experts", width="intermediate_size")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -80,16 +80,7 @@ def sparse_steps(
         config.num_experts > 0 and i not in excepted and (i + 1) % step == 0 for i in range(config.num_hidden_layers)
     ]
     dense = [index for index, mixes in enumerate(mixed) if not mixes]
-    return mixture_like(
-        config,
-        moe,
-        config.num_experts,
-        config.moe_intermediate_size,
-        d_shared_expert,
-        dense=dense,
-        attn=attn,
-        config_values=said,
-    )
+    return mixture_like(config, moe, d_shared_expert=d_shared_expert, dense=dense, attn=attn, config_values=said)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -124,10 +115,15 @@ def minicpm3(config: PreTrainedConfig) -> Architecture:
 
 
 def _mixed(config: PreTrainedConfig, moe: MoE, dense: range | list[int], values: dict[str, object]) -> Architecture:
-    width = config.moe_intermediate_size
-    shared, attn = width * config.n_shared_experts, latent_attention(config)
+    attn = latent_attention(config)
     return mixture_like(
-        config, moe, config.n_routed_experts, width, shared, dense=dense, attn=attn, config_values=values
+        config,
+        moe,
+        n_experts="n_routed_experts",
+        n_shared="n_shared_experts",
+        dense=dense,
+        attn=attn,
+        config_values=values,
     )
 
 
@@ -137,33 +133,45 @@ def _mixed(config: PreTrainedConfig, moe: MoE, dense: range | list[int], values:
 
 
 def dots1(config: PreTrainedConfig) -> Architecture:
-    width, dense = config.moe_intermediate_size, dense_first(config)
-    shared = width * config.n_shared_experts
-    return mixture_like(config, SIGMOID, config.n_routed_experts, width, shared, dense=dense, attn=NORMED_ATTENTION)
+    return mixture_like(
+        config,
+        SIGMOID,
+        n_experts="n_routed_experts",
+        n_shared="n_shared_experts",
+        dense=dense_first(config),
+        attn=NORMED_ATTENTION,
+    )
 
 
 def solar_open(config: PreTrainedConfig) -> Architecture:
-    width = config.moe_intermediate_size
-    return mixture_like(config, SIGMOID, config.n_routed_experts, width, width * config.n_shared_experts)
+    return mixture_like(config, SIGMOID, n_experts="n_routed_experts", n_shared="n_shared_experts")
 
 
 def minimax_m2(config: PreTrainedConfig) -> Architecture:
-    moe = replace(SIGMOID, shared=None)
-    return mixture_like(config, moe, config.num_local_experts, config.intermediate_size, attn=NORMED_WIDTH)
+    return mixture_like(
+        config,
+        replace(SIGMOID, shared=None),
+        n_experts="num_local_experts",
+        width="intermediate_size",
+        attn=NORMED_WIDTH,
+    )
 
 
 def aria_text(config: PreTrainedConfig) -> Architecture:
     only(config, hidden_act="silu")  # its experts have that, whatever its configuration says
-    width = config.intermediate_size
     moe = MoE("mlp", router="router", chosen_by="logits", shared=SHARED)
-    n, shared = config.moe_num_experts, width * config.moe_num_shared_experts
-    return mixture_like(config, moe, n, width, shared, per_token=config.moe_topk)
+    return mixture_like(
+        config,
+        moe,
+        n_experts="moe_num_experts",
+        width="intermediate_size",
+        n_shared="moe_num_shared_experts",
+        per_token=config.moe_topk,
+    )
 
 
 def mellum(config: PreTrainedConfig) -> Architecture:
-    width, dense = config.moe_intermediate_size, dense_listed(config)
-    moe = MoE("mlp", router="gate")
-    return mixture_like(config, moe, config.num_experts, width, dense=dense, attn=NORMED_ATTENTION)
+    return mixture_like(config, MoE("mlp", router="gate"), dense=dense_listed(config), attn=NORMED_ATTENTION)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -221,12 +229,10 @@ def gpt_oss(config: PreTrainedConfig) -> Architecture:
     # times the clamped other half plus one.
     values = {"act_fn": "clamped_swiglu"}
     moe = MoE("mlp", router="router", chosen_by="logits")
-    n, width, attn = (
-        config.num_local_experts,
-        config.intermediate_size,
-        replace(ATTENTION, scores=SinkScores(MaskedScores(), "sinks")),
+    attn = replace(ATTENTION, scores=SinkScores(MaskedScores(), "sinks"))
+    return mixture_like(
+        config, moe, n_experts="num_local_experts", width="intermediate_size", attn=attn, config_values=values
     )
-    return mixture_like(config, moe, n, width, attn=attn, config_values=values)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -235,32 +241,21 @@ def gpt_oss(config: PreTrainedConfig) -> Architecture:
 
 
 def kolibri1(config: PreTrainedConfig) -> Architecture:
-    width = config.moe_intermediate_size
-    return mixture_like(
-        config,
-        SIGMOID,
-        config.num_experts,
-        width,
-        config.shared_expert_intermediate_size,
-        attn=HEADS_FIRST,
-        post=("post_self_attn_layernorm", "post_mlp_layernorm"),
-    )
+    shared = config.shared_expert_intermediate_size
+    return mixture_like(config, SIGMOID, d_shared_expert=shared, attn=HEADS_FIRST, post=GLM_POST)
 
 
 def laguna(config: PreTrainedConfig) -> Architecture:
     """A gate of each head's `z`; layers may differ in their heads, and in how much of these is rotated."""
     only(config, moe_router_logit_softcapping=0.0)
     attn = replace(NORMED_ATTENTION, z_transform=Gate(Projection("g_proj"), "softplus"))
-    width, shared = config.moe_intermediate_size, config.shared_expert_intermediate_size
     moe = replace(FLAT_SIGMOID, factor=config.moe_routed_scaling_factor)
     heads = config.num_attention_heads_per_layer[: config.num_hidden_layers]
     usual = mode(heads)
     made = mixture_like(
         config,
         moe,
-        config.num_experts,
-        width,
-        shared,
+        d_shared_expert=config.shared_expert_intermediate_size,
         dense=dense_listed(config),
         attn=attn,
         config_values={"n_heads": usual},
@@ -285,13 +280,9 @@ def _with(block: Block, values: Mapping[str, object]) -> Block:
 def afmoe(config: PreTrainedConfig) -> Architecture:
     """A gate of each column of `z`, norms on both sides."""
     attn = replace(NORMED_ATTENTION, z_transform=Gate(Projection("gate_proj"), "sigmoid"))
-    width = config.moe_intermediate_size
     return mixture_like(
         config,
         replace(FLAT_SIGMOID, router="router"),
-        config.num_experts,
-        width,
-        width * config.num_shared_experts,
         dense=range(min(config.num_dense_layers, config.num_hidden_layers)),
         attn=attn,
         pre=("input_layernorm", "pre_mlp_layernorm"),
@@ -316,16 +307,12 @@ def olmo2(config: PreTrainedConfig) -> Architecture:
 
 def olmoe(config: PreTrainedConfig) -> Architecture:
     only(config, clip_qkv=None)
-    return mixture_like(
-        config, MoE("mlp", router="gate"), config.num_experts, config.intermediate_size, attn=NORMED_WIDTH
-    )
+    return mixture_like(config, MoE("mlp", router="gate"), width="intermediate_size", attn=NORMED_WIDTH)
 
 
 def flex_olmo(config: PreTrainedConfig) -> Architecture:
     moe = MoE("mlp", router="gate")
-    return mixture_like(
-        config, moe, config.num_experts, config.intermediate_size, attn=NORMED_WIDTH, pre=(None, None), post=POST
-    )
+    return mixture_like(config, moe, width="intermediate_size", attn=NORMED_WIDTH, pre=(None, None), post=POST)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -364,8 +351,15 @@ def granite_moe(config: PreTrainedConfig) -> Architecture:
         only(config, shared_intermediate_size=0)
     moe = MoE("block_sparse_moe", router="router", chosen_by="logits")
     attn = SINKS if type(config).__name__ == "GraniteMoeSWAConfig" else ATTENTION
-    n, width = config.num_local_experts, config.intermediate_size
-    return mixture_like(config, moe, n, width, attn=attn, **_factors(config), config_values=_scale(config))
+    return mixture_like(
+        config,
+        moe,
+        n_experts="num_local_experts",
+        width="intermediate_size",
+        attn=attn,
+        **_factors(config),
+        config_values=_scale(config),
+    )
 
 
 def granite_swa(config: PreTrainedConfig) -> Architecture:
@@ -395,10 +389,10 @@ def glm4(config: PreTrainedConfig) -> Architecture:
 
 
 def glm4_moe(config: PreTrainedConfig) -> Architecture:
-    width = config.moe_intermediate_size
     attn = NORMED_ATTENTION if getattr(config, "use_qk_norm", False) else ATTENTION
-    shared = width * config.n_shared_experts
-    return mixture_like(config, SIGMOID, config.n_routed_experts, width, shared, dense=dense_first(config), attn=attn)
+    return mixture_like(
+        config, SIGMOID, n_experts="n_routed_experts", n_shared="n_shared_experts", dense=dense_first(config), attn=attn
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -407,28 +401,27 @@ def glm4_moe(config: PreTrainedConfig) -> Architecture:
 
 
 def helium(config: PreTrainedConfig) -> Architecture:
-    return llama_like(config, config_values={"rotary_adjacent_pairs": True})
+    return llama_like(config, config_values=PAIRS)
 
 
 def ernie4_5_moe(config: PreTrainedConfig) -> Architecture:
-    n, n_shared, width = config.num_hidden_layers, config.moe_num_shared_experts, config.moe_intermediate_size
+    n = config.num_hidden_layers
     mixed = range(config.moe_layer_start_index, config.moe_layer_end_index + 1)
     dense = [i for i in range(n) if i not in mixed or (i + 1) % config.moe_layer_interval]
     moe = MoE(
         "mlp",
         router="gate",
         chosen_by="corrected probabilities",
-        shared=replace(SHARED, flat=True) if n_shared else None,
+        shared=replace(SHARED, flat=True) if config.moe_num_shared_experts else None,
     )
     return mixture_like(
         config,
         moe,
-        config.moe_num_experts,
-        width,
-        width * n_shared or None,
+        n_experts="moe_num_experts",
+        n_shared="moe_num_shared_experts",
         per_token=config.moe_k,
         dense=dense,
-        config_values={"rotary_adjacent_pairs": True},
+        config_values=PAIRS,
     )
 
 
@@ -446,17 +439,17 @@ def hunyuan(config: PreTrainedConfig) -> Architecture:
 
 
 def hunyuan_moe(config: PreTrainedConfig) -> Architecture:
-    n, per_token, width = config.num_experts, config.moe_topk, config.intermediate_size
+    per_token, width = config.moe_topk, config.intermediate_size
     if isinstance(per_token, list):  # a number of its own for each layer
         only(config, moe_topk=None)
     moe = MoE("mlp", router="gate", shared=replace(FEED_FORWARD, path="shared_mlp"))
-    return mixture_like(config, moe, n, width, width, per_token=per_token, attn=NORMED_LAST)
+    return mixture_like(
+        config, moe, width="intermediate_size", d_shared_expert=width, per_token=per_token, attn=NORMED_LAST
+    )
 
 
 def hy_v3(config: PreTrainedConfig) -> Architecture:
-    width, dense = config.moe_intermediate_size, dense_listed(config)
-    shared = width * config.num_shared_experts
-    return mixture_like(config, FLAT_SIGMOID, config.num_experts, width, shared, dense=dense, attn=HEADS_FIRST)
+    return mixture_like(config, FLAT_SIGMOID, dense=dense_listed(config), attn=HEADS_FIRST)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -469,9 +462,7 @@ def exaone4(config: PreTrainedConfig) -> Architecture:
 
 
 def exaone_moe(config: PreTrainedConfig) -> Architecture:
-    width = config.moe_intermediate_size
-    shared, dense = width * config.num_shared_experts, dense_listed(config)
-    return mixture_like(config, SIGMOID, config.num_experts, width, shared, dense=dense, attn=HEADS_FIRST)
+    return mixture_like(config, SIGMOID, dense=dense_listed(config), attn=HEADS_FIRST)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ from torch.overrides import TorchFunctionMode
 
 from adapters.attention import pattern_of, per_head, result_of, scores_of
 from adapters.inputs import argument_names
-from adapters.points import Site, is_inside, token_embedding
+from adapters.points import Border, Site, is_inside, token_embedding
 from adapters.spread import Cut, Layout, SpreadModelError
 from adapters.views import Args, Kwargs
 from adapters.views.attention import KernelArguments
@@ -118,7 +118,7 @@ class ModuleCall:
     end: int = -1
     entered: BorderTensor | None = None
     left: list[BorderTensor] = field(default_factory=list)
-    changed: tuple[Literal["input", "output"], ...] = ()
+    changed: tuple[Border, ...] = ()
 
     @property
     def returned(self) -> BorderTensor:
@@ -491,7 +491,7 @@ class CallRecorder:
     ) -> None:
         self.modules, self.copies, self._layout, self._graph = list(modules), copies, layout, graph
         self._embedding = token_embedding(self.modules[0][1]) if graph else None
-        self._watched: list[tuple[ModuleCall, Literal["input", "output"], Tensor, int]] = []
+        self._watched: list[tuple[ModuleCall, Border, Tensor, int]] = []
         self.recording = Recording() if recording is None else recording
         self.running: list[ModuleCall] = []
         self._time = 0
@@ -538,7 +538,7 @@ class CallRecorder:
         call.output, call.end = self._kept(output), self.tick()
         return (self._with_graph(call) if self._graph else None) if cut is None else cut.part(output)
 
-    def _cut(self, path: str, kind: Literal["input", "output"]) -> Cut | None:
+    def _cut(self, path: str, kind: Border) -> Cut | None:
         """How what passes a module is spread over processes; None where it is whole, or nobody knows."""
         try:
             cut = None if self._layout is None else self._layout.cut(Site(path, kind))

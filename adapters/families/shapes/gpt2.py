@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 from transformers import PreTrainedConfig
 
@@ -11,6 +10,7 @@ from adapters.architecture import Architecture, Block, Embedding, Readout, Stack
 from adapters.attention import Attention, Projection
 from adapters.feed_forward import MLP
 from adapters.norms import LAYER_NORM, Norm
+from adapters.points import Border
 from adapters.views import columns, interleaved
 
 FEED_FORWARD = MLP("mlp", up=Projection("c_fc"), down="c_proj")
@@ -65,7 +65,7 @@ def gpt2_like(
     pos_embed: str | None = None,
     embed_norm: str | None = None,
     unembed: str = "lm_head",
-    changed_in_place: tuple[tuple[str, Literal["input", "output"]], ...] = (),
+    changed_in_place: tuple[tuple[str, Border], ...] = (),
     config_values: Mapping[str, object] | None = None,
 ) -> Architecture:
     """GPT-2 with differences.

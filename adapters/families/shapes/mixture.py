@@ -28,10 +28,11 @@ FLAT_SIGMOID = replace(SIGMOID, shared=replace(SHARED, flat=True))
 def mixture_like(
     config: PreTrainedConfig,
     moe: MoE,
-    n_experts: int,
-    d_expert: int,
-    d_shared_expert: int | None = None,
     *,
+    n_experts: str = "num_experts",
+    width: str = "moe_intermediate_size",
+    n_shared: str = "num_shared_experts",
+    d_shared_expert: int | None = None,
     per_token: int | None = None,
     dense: Collection[int] = (),
     config_values: Mapping[str, object] | None = None,
@@ -42,7 +43,9 @@ def mixture_like(
     Args:
         config: the Hugging Face configuration.
         moe: the mixture.
-        n_experts, d_expert, d_shared_expert: how many experts there are, and how wide they are.
+        n_experts, width, n_shared: the fields of the configuration that say how many experts there are, how wide each
+            is, and how many of them the shared one is as wide as.
+        d_shared_expert: how wide that is, where it is said otherwise.
         per_token: how many of them a token is sent to; None: what the configuration says.
         dense: the layers, by index, that have an MLP.
         config_values, differences: as for `llama_like`.
@@ -50,12 +53,15 @@ def mixture_like(
     Raises:
         UndeclaredOptionError: the shared expert has no width.
     """
+    d_expert = getattr(config, width)
+    if moe.shared and d_shared_expert is None:
+        d_shared_expert = d_expert * getattr(config, n_shared)
     if d_shared_expert == 0:
         raise UndeclaredOptionError("a mixture with a shared expert of no width is not declared")
     if len(dense) == config.num_hidden_layers:
         return llama_like(config, config_values=config_values, **differences)
     values = {
-        "num_experts": n_experts,
+        "num_experts": getattr(config, n_experts),
         "experts_per_token": config.num_experts_per_tok if per_token is None else per_token,
         "d_expert": d_expert,
         "d_shared_expert": d_shared_expert,
