@@ -308,6 +308,9 @@ def experts_of(part: FoundPart, recording: Recording) -> ModuleCall | None:
     return None
 
 
+_NO_SUM = "what it puts out is not the sum of its experts and of one that all tokens are sent to"
+
+
 class FoundExperts:
     """What is found of a mixture, however its experts are kept.
 
@@ -353,6 +356,16 @@ class FoundExperts:
         found = FoundMLP(of_call, base, self.config, {}, {})
         mlp = found.declare()
         return replace(mlp, up=replace(mlp.up, width=None)), found
+
+    def beside(self, known: Sequence[ModuleCall]) -> tuple[list[ModuleCall], list[ModuleCall]]:
+        """What may be an expert that all tokens are sent to, and what may be its gate: not inside of known modules."""
+        inside = self.recording.between(self.owner.start, self.owner.end)
+        others = [call for call in inside if call.left and not any(each.holds(call) for each in known)]
+        size, gates = self.part.out[1].value.numel(), [call for call in others if call.is_linear]
+        return (
+            [call for call in others if not call.is_leaf and call.returned.value.numel() == size],
+            [call for call in gates if call.returned.value.shape[-1] == 1],
+        )
 
     def declared(
         self, experts: str, router: ModuleCall, returns: tuple[RouterElement, ...], chosen_by: ChosenBy,
@@ -472,14 +485,17 @@ class FoundMixture(FoundExperts):
             raise NotFound("no module stands around its router and its experts")
         return around
 
+    def _weights(self, tried: MoE) -> tuple[Tensor, Tensor]:
+        """The weights of the chosen experts, as a noun makes them of the logits, and as the router returned them."""
+        logits, weights = (self.router.element(key).value.flatten(0, -2).double() for key in (0, 1))
+        chosen = self.router.indices_seen.flatten(0, -2).long()
+        return tried.shares(logits, sent_to(chosen, self.num_experts)).gather(-1, chosen), weights
+
     def _margin(self) -> float | None:
         """How close others have to come to experts that are chosen in turn: one of the router's own numbers."""
-        logits, weights = (self.router.element(key).value.flatten(0, -2).double() for key in (0, 1))
-        chosen = self.router.indices_seen.flatten(0, -2)
         for margin in [each for each in vars(self.router.module).values() if isinstance(each, float) and each > 0]:
-            tried = MoE("", "", chosen_by="in turn", margin=margin)
-            shares = tried.shares(logits, sent_to(chosen, self.num_experts)).gather(-1, chosen.long())
-            if agree(shares, weights, self.router.element(0).value):
+            both = self._weights(MoE("", "", chosen_by="in turn", margin=margin))
+            if agree(*both, self.router.element(0).value):
                 return margin
         return None
 
@@ -505,11 +521,8 @@ class FoundMixture(FoundExperts):
 
     def _are_sigmoids(self) -> None:
         """The weights of the chosen experts are in the ratios of their logits' sigmoids."""
-        logits, weights = (self.router.element(key).value.flatten(0, -2).double() for key in (0, 1))
-        chosen = self.router.indices_seen.flatten(0, -2).long()
-        tried = MoE("", "", chosen_by="scores").shares(logits, sent_to(chosen, self.num_experts)).gather(-1, chosen)
-        shares = [x / x.sum(-1, keepdim=True) for x in (tried, weights)]
-        if not agree(shares[1], shares[0], self.router.element(1).value):
+        made, seen = (x / x.sum(-1, keepdim=True) for x in self._weights(MoE("", "", chosen_by="scores")))
+        if not agree(seen, made, self.router.element(1).value):
             raise NotFound(f"{self.router.path} weighs the experts by something else than a softmax or sigmoids")
 
     def _corrected(self) -> bool:
@@ -543,25 +556,17 @@ class FoundMixture(FoundExperts):
         routed = (put_out.unflatten(0, (self.num_experts, -1)).sum(0) if self.in_batches else put_out).flatten()
         if self._is_sum(total, [routed]):
             return None, None
-        others = [
-            call for call in self.recording.calls
-            if self.owner.holds(call) and call is not self.owner and not self.experts.holds(call)
-            and not self.router.holds(call) and call.left
-        ]  # fmt: skip
-        gates = [call for call in others if call.is_linear and call.returned.value.shape[-1] == 1]
+        others, gates = self.beside([self.experts, self.router])
         for call in others:
-            y = call.returned.value
-            if y.numel() != total.numel() or call.is_leaf:
-                continue
             for gate in (None, *gates):
-                value = y.flatten(0, -2).double()
+                value = call.returned.value.flatten(0, -2).double()
                 if gate is not None:
                     value = GATE.of(value, gate.returned.value.flatten(0, -2))
                 if self._is_sum(total, [routed, value.flatten()]):
                     shared, found = self.mlp_of(call, self.owner.path)
                     self.d_shared, self.act_fn = found.d_mlp, self.act_fn or found.act_fn
                     return shared, gate
-        raise NotFound("what it puts out is not the sum of its experts and of one that all tokens are sent to")
+        raise NotFound(_NO_SUM)
 
     def _is_sum(self, total: Tensor, terms: list[Tensor]) -> bool:
         """Whether terms add up, each with a factor, which is kept."""
@@ -663,7 +668,7 @@ class FoundExpertModules(FoundExperts):
     def _router(self) -> tuple[ModuleCall, Tensor]:
         """What makes the logits of the experts from the tokens by a matrix, and these, ``[token, expert]``."""
         for call in self.recording.between(self.owner.start, self.owner.end):
-            if call.entered is None or self._is_inside_an_expert(call):
+            if call.entered is None or any(each.holds(call) for calls in self.calls for each in calls):
                 continue
             path = router_matrix(call.module)
             matrix = call.module.get_submodule(path)
@@ -674,9 +679,6 @@ class FoundExpertModules(FoundExperts):
                 made = torch.nn.functional.linear(self.tokens, weight.detach().double())
                 return call, made if bias is None else made + bias.detach().double()
         raise NotFound(f"no module before {self.path} makes a logit for each of its experts")
-
-    def _is_inside_an_expert(self, call: ModuleCall) -> bool:
-        return any(each.holds(call) for calls in self.calls for each in calls)
 
     def declare(self) -> MoE:
         """The declaration.
@@ -749,13 +751,7 @@ class FoundExpertModules(FoundExperts):
             raise NotFound(f"{self.owner.path} puts out {total.shape[-1]} numbers for a token")
         if (weights := self._weights(total, [])) is not None:
             return weights[:, : self.num_experts], None, None
-        inside = self.recording.between(self.owner.start, self.owner.end)
-        others = [
-            call for call in inside
-            if not call.is_leaf and not self._is_inside_an_expert(call) and len(call.left) == 1
-            and call.returned.value.numel() == total.numel()
-        ]  # fmt: skip
-        gates = [call for call in inside if call.is_linear and call.returned.value.shape[-1] == 1]
+        others, gates = self.beside([call for calls in self.calls for call in calls])
         for call in others:
             made = call.returned.value.flatten(0, -2).double()
             weights = self._weights(total, [made])
@@ -770,7 +766,7 @@ class FoundExpertModules(FoundExperts):
                     shared, found = self.mlp_of(call, self.owner.path)
                     self.d_shared, self.factors = found.d_mlp, (self.factors[0], factor)
                     return weights[:, : self.num_experts], shared, gate
-        raise NotFound("what it puts out is not the sum of its experts and of one that all tokens are sent to")
+        raise NotFound(_NO_SUM)
 
     def _weights(self, total: Tensor, others: Sequence[Tensor]) -> Tensor | None:
         """What the experts' results, and others, are multiplied with; None where their sum is something else."""
