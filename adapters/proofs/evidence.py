@@ -25,6 +25,7 @@ from adapters.points import (
     has_module,
     is_inside,
     join,
+    module_at,
     module_path,
     path_from,
     token_embedding,
@@ -365,6 +366,20 @@ class Evidence:
     def text(self) -> Tensor:
         """The tokens: those of the decoder, where it runs on images or sound."""
         return self.more["decoder_input_ids"] if self.tokens.is_floating_point() else self.tokens
+
+    @property
+    def architecture(self) -> Architecture:
+        """The declaration."""
+        return self.bridge.architecture
+
+    @property
+    def cfg(self) -> ModelConfig:
+        """The facts."""
+        return self.bridge.cfg
+
+    def module(self, *parts: str) -> nn.Module:
+        """The module at a path."""
+        return module_at(self.bridge.original_model, join(*parts))
 
     @property
     def base(self) -> str:

@@ -36,7 +36,7 @@ def prove_facts(evidence: Evidence, findings: Findings) -> None:
         findings: what is found is added to it.
     """
     findings.claim(FACTS)
-    cfg = evidence.bridge.cfg
+    cfg = evidence.cfg
     for name, seen in (*_sizes(evidence), *_forms(evidence)):
         said = getattr(cfg, name)
         findings.holds(FACTS, f"cfg.{name}", said == seen, f"it says {said!r}, and the model has {seen!r}")
@@ -64,8 +64,8 @@ def _has_own_sizes(part: Part) -> bool:
 
 
 def _sizes(evidence: Evidence) -> Iterator[tuple[str, object]]:
-    cfg, model = evidence.bridge.cfg, evidence.bridge.original_model
-    first = evidence.bridge.architecture.stack
+    cfg, model = evidence.cfg, evidence.bridge.original_model
+    first = evidence.architecture.stack
     sized = any(_has_own_sizes(place.named.step.part) for place in evidence.places())
     sized = sized or any(map(_has_own_sizes, (part for _, part in evidence.attentions())))
 
@@ -89,7 +89,7 @@ def _sizes(evidence: Evidence) -> Iterator[tuple[str, object]]:
         if name.endswith(".hook_post") and ".mlp" in name and "expert" not in name
     }
     yield from one("d_mlp", dense or _last_of_experts(evidence))
-    tokens = evidence.bridge.architecture.token_embeddings
+    tokens = evidence.architecture.token_embeddings
     embed = model.get_submodule(join(evidence.base, tokens)) if tokens else None
     if isinstance(table := getattr(embed, "weight", None), Tensor):
         yield "d_vocab", table.shape[0]
@@ -103,9 +103,9 @@ def _last_of_experts(evidence: Evidence) -> set[int]:
 
 def _tied(evidence: Evidence, table: Tensor | None) -> bool:
     """One tensor is both the embedding and the unembedding; without an unembedding, what the configuration says."""
-    model, path = evidence.bridge.original_model, evidence.from_model("." + evidence.bridge.architecture.readout.path)
-    if not evidence.bridge.architecture.readout.path or not has_module(model, path):
-        return evidence.bridge.cfg.tie_word_embeddings
+    model, path = evidence.bridge.original_model, evidence.from_model("." + evidence.architecture.readout.path)
+    if not evidence.architecture.readout.path or not has_module(model, path):
+        return evidence.cfg.tie_word_embeddings
     weight = getattr(model.get_submodule(path), "weight", None)
     tables = [table]
     for stack in evidence.stacks():
@@ -122,7 +122,7 @@ def _ungated_experts(evidence: Evidence) -> bool:
 
 def _forms(evidence: Evidence) -> Iterator[tuple[str, object]]:
     """What the steps say, which are proved themselves."""
-    architecture, cfg = evidence.bridge.architecture, evidence.bridge.cfg
+    architecture, cfg = evidence.architecture, evidence.cfg
     blocks = _blocks(evidence, architecture)
     parts = [step.part for block in blocks for step in block.steps]
     attentions = [part for _, part in evidence.attentions() if part.projections]
@@ -149,8 +149,8 @@ def _kind_of_positions(evidence: Evidence, attentions: list[Attention]) -> str:
         return "rotary"
     if any(part.qk_shift for part in attentions):
         return "shortformer"
-    base = module_at(evidence.bridge.original_model, evidence.base)
-    return "standard" if evidence.bridge.architecture.embedding.adds_places(base) else "none"
+    base = evidence.module(evidence.base)
+    return "standard" if evidence.architecture.embedding.adds_places(base) else "none"
 
 
 def _blocks(evidence: Evidence, architecture: Architecture) -> list[Block]:
@@ -160,8 +160,8 @@ def _blocks(evidence: Evidence, architecture: Architecture) -> list[Block]:
 
 def _norm_type(evidence: Evidence) -> str | None:
     """The name of the first norm's kind; a native model adds whether its norms have weights."""
-    kind = evidence.bridge.architecture.norm_kind
-    name, said = kind.name if kind else None, evidence.bridge.cfg.normalization_type
+    kind = evidence.architecture.norm_kind
+    name, said = kind.name if kind else None, evidence.cfg.normalization_type
     if name and said == f"{name}Pre":
         norms = [place.named.step.pre for place in evidence.places() if place.named.step.pre]
         call = evidence.call(next(evidence.places()).path, norms[0].path) if norms else None
@@ -171,7 +171,7 @@ def _norm_type(evidence: Evidence) -> str | None:
 
 
 def _epsilon(evidence: Evidence, findings: Findings) -> None:
-    cfg = evidence.bridge.cfg
+    cfg = evidence.cfg
     for place in evidence.places():
         norm = place.stack.block_at(place.layer).norm or next(iter(place.named.step.norms), None)
         call = evidence.call(place.path, norm.path) if norm and norm.kind.name else None
@@ -193,7 +193,7 @@ def _lengths(config: PreTrainedConfig) -> set[int]:
 
 def _positions(evidence: Evidence, findings: Findings) -> None:
     """Learned positions: as many as the model has, but for those that it puts before the first."""
-    architecture, cfg, model = evidence.bridge.architecture, evidence.bridge.cfg, evidence.bridge.original_model
+    architecture, cfg, model = evidence.architecture, evidence.cfg, evidence.bridge.original_model
     if architecture.embedding.positions and cfg.n_ctx is not None:
         call = evidence.call(evidence.base, architecture.embedding.positions)
         table = getattr(call.module, "weight", None) if call else None
@@ -387,7 +387,7 @@ def _computes(path: str, calls: Calls) -> str:
 def _is_activation(evidence: Evidence, places: list[LayerStep], path: str) -> bool:
     """Whether a softmax is that of an activation function, which `act(pre) = post` speaks of."""
     mlps = [place.module for place in places if isinstance(place.named.step.part, MLP)]
-    solu = (evidence.bridge.cfg.act_fn or "").startswith("solu")
+    solu = (evidence.cfg.act_fn or "").startswith("solu")
     return solu and is_inside(path, *mlps)
 
 
@@ -481,10 +481,10 @@ def prove_weights(
 def _embedded(evidence: Evidence, findings: Findings, weights: Weights) -> None:
     """The rows of `W_E` are what the hook point of the token embedding shows."""
     name = next((n for n in ("hook_embed", "embed.hook_embed") if n in evidence.activations), "")
-    stack = evidence.bridge.architecture.token_stack
+    stack = evidence.architecture.token_stack
     if (
         not name
-        or stack is not evidence.bridge.architecture.stack
+        or stack is not evidence.architecture.stack
         or (stack.embedding.norm and stack.embedding.module is None)
     ):
         return  # it shows a norm of them
@@ -542,7 +542,7 @@ class _Layer:
         entered = _precise(call.input.flatten(0, -2))
         expected = entered @ _precise(matrix).flatten(0, -2) + _precise(bias)
         step = self.place.named.step
-        block = module_at(self.evidence.bridge.original_model, self.place.path)
+        block = self.evidence.module(self.place.path)
         if isinstance(step.part, MoE) and "shared" in matrix_name:  # one of several terms
             made = linearly(step.behind_last, call.result * step.part.shared_factor, block)
         else:

@@ -15,7 +15,7 @@ from adapters.config import config_of
 from adapters.feed_forward import MLP, MoE, activated, are_modules, router_matrix, sent_to
 from adapters.norms import Norm, NormKind, NormScale
 from adapters.observe.recognised import probed, recognise_module, results_by_token, same_rows, weights_in_sum
-from adapters.points import join, module_at
+from adapters.points import join
 from adapters.proofs.evidence import Evidence, Findings, Hook, LayerStep, like
 from adapters.views import Composed, View
 
@@ -54,13 +54,13 @@ def _mlp(evidence: Evidence, findings: Findings, prefix: str, part: MLP, module:
     if part.ln is not None:
         normed = evidence.made(module, part.ln.path)
         findings.equal(GATED, f"{prefix}hook_post", evidence.get(f"{prefix}hook_post"), normed)
-    own, act_fn = module_at(evidence.bridge.original_model, module), evidence.bridge.cfg.act_fn
+    own, act_fn = evidence.module(module), evidence.cfg.act_fn
     _post(evidence, findings, f"{prefix}hook_post", part.neurons(pre, linear, own, act_fn, _config(evidence)), post)
 
 
 def _post(evidence: Evidence, findings: Findings, at: str, expected: Tensor | None, post: Tensor) -> None:
     if expected is None:
-        act_fn = evidence.bridge.cfg.act_fn
+        act_fn = evidence.cfg.act_fn
         cure = "say config_values={'act_fn': ...}, or MLP.activation"
         findings.holds(GATED, f"cfg.act_fn ({at})", False, f"act_fn={act_fn!r} is no function that is known: {cure}")
     else:
@@ -73,13 +73,13 @@ def _config(evidence: Evidence) -> PreTrainedConfig:
 
 def _experts(evidence: Evidence, findings: Findings, place: LayerStep) -> None:
     used = 0
-    for e in range(evidence.bridge.cfg.num_experts or 0):
+    for e in range(evidence.cfg.num_experts or 0):
         prefix = f"{place.part}experts.{e}."
         gate, pre, post = (evidence.get(f"{prefix}hook_{name}") for name in ("gate", "pre", "post"))
         if pre is not None and post is not None and len(post):
             used += 1
             entered, linear = (pre, None) if gate is None else (gate, pre)
-            made = activated(evidence.bridge.cfg.act_fn, entered, linear, _config(evidence))
+            made = activated(evidence.cfg.act_fn, entered, linear, _config(evidence))
             _post(evidence, findings, f"{prefix}hook_post", made, post)
     findings.holds(GATED, f"{place.part}experts", used > 0, "no expert ran")
 
@@ -102,7 +102,7 @@ class _Mixture:
         router = self.evidence.call(self.place.module, self.part.router)
         if self.part.in_batches and weights is not None and chosen is not None:
             top = weights.gather(-1, chosen.long())
-        held = module_at(self.evidence.bridge.original_model, join(self.place.module, self.part.experts))
+        held = self.evidence.module(self.place.module, self.part.experts)
         missing = [] if are_modules(held) else [weights, top, chosen]
         if logits is None or router is None or router.input is None or any(x is None for x in missing):
             self.findings.holds(CHOICE, at, False, "the router did not run")
@@ -158,7 +158,7 @@ class _Mixture:
         """Each expert is a module of a list: the rows that it is given say which tokens it was sent."""
         at = self.place.part
         given: list[list[tuple[Tensor, Tensor]]] = []
-        for e in range(self.evidence.bridge.cfg.num_experts or 0):
+        for e in range(self.evidence.cfg.num_experts or 0):
             rows, post = (self.evidence.get(f"{at}experts.{e}.hook_{name}") for name in ("in", "post"))
             given.append([])
             if rows is not None and post is not None:
@@ -200,13 +200,13 @@ class _Mixture:
     def _total(self, top: Tensor, chosen: Tensor) -> None:
         """The weighted results of the experts, and of the one that all tokens are sent to."""
         at, module = self.place.part, self.place.module
-        experts = module_at(self.evidence.bridge.original_model, join(module, self.part.experts))
+        experts = self.evidence.module(module, self.part.experts)
         added = self._added(returned=False)
         if added is None:
             self.findings.inconclusive(CHOICE, f"{at}: what it returns is not seen")
             return
         total = torch.zeros_like(added.flatten(0, 1), dtype=torch.float64)
-        for e in range(self.evidence.bridge.cfg.num_experts or 0):
+        for e in range(self.evidence.cfg.num_experts or 0):
             post = self.evidence.get(f"{at}experts.{e}.hook_post")
             if post is None:
                 continue
@@ -215,7 +215,7 @@ class _Mixture:
         total = total * self.part.factor
         total = total + self._shared(total)
         if not self.step.changes_its_result:
-            total = self.step.added(total, module_at(self.evidence.bridge.original_model, self.place.path))
+            total = self.step.added(total, self.evidence.module(self.place.path))
         self.findings.equal(CHOICE, f"{at}(sum)", added, like(total.to(added.dtype), added))
 
     def _added(self, *, returned: bool = True) -> Tensor | None:
@@ -227,7 +227,7 @@ class _Mixture:
         constant = self.step.last_factor
         if not returned or added is None or constant in (None, 1.0):
             return added
-        block = module_at(self.evidence.bridge.original_model, self.place.path)
+        block = self.evidence.module(self.place.path)
         for link in reversed(self.step.output_transform):
             added = link.undone(added, block)
         return added
@@ -272,7 +272,7 @@ def prove_norms(evidence: Evidence, findings: Findings) -> None:
 
 def _declared(evidence: Evidence) -> Iterator[tuple[str, Norm]]:
     """Every declared norm that is there, with its path."""
-    architecture = evidence.bridge.architecture
+    architecture = evidence.architecture
     if norm := architecture.embedding.norm:
         yield join(evidence.base, norm.path), norm
     for stack in evidence.stacks():

@@ -27,7 +27,7 @@ from adapters.imports import rotation_of
 from adapters.inputs import repeated, split
 from adapters.linear import materialized
 from adapters.norms import Norm
-from adapters.points import join, module_at
+from adapters.points import join
 from adapters.proofs.evidence import Evidence, Findings, LayerStep, NamedHook
 from adapters.proofs.projections import clipped, normed, prove_latents
 from adapters.views import Affine, AlibiScores
@@ -217,7 +217,7 @@ def prove_attention(evidence: Evidence, findings: Findings) -> None:
         rotated = proof.prove(biases)
         if part.rotary:
             rotates.append((place.stack.name, rotated))
-    cfg = evidence.bridge.cfg
+    cfg = evidence.cfg
     attends = any(part.projections for _, part in evidence.attentions())
     if attends and "attention_mask" not in evidence.more:
         if cfg.positional_embedding_type == "relative_positional_bias":
@@ -232,7 +232,7 @@ def prove_attention(evidence: Evidence, findings: Findings) -> None:
 class _Attention:
     def __init__(self, evidence: Evidence, findings: Findings, place: LayerStep, part: Attention) -> None:
         self.evidence, self.findings, self.place, self.part = evidence, findings, place, part
-        self.cfg = evidence.bridge.cfg
+        self.cfg = evidence.cfg
         types = self.cfg.attn_types
         self.padded = "attention_mask" in evidence.more
         self.local = bool(types and self.cfg.use_local_attn and types[place.layer] == "local")
@@ -438,7 +438,7 @@ class _Attention:
 
     def _behind(self, transform: Gate | SinkGate | AddedOutput | Affine | None, product: Tensor) -> Tensor | str:
         """What is made of ``pattern @ v``; or what of it did not run."""
-        module = module_at(self.evidence.bridge.original_model, self.place.module)
+        module = self.evidence.module(self.place.module)
         if isinstance(transform, Gate):
             gate = self.get("gate")
             if gate is None:
@@ -550,7 +550,7 @@ class _Attention:
             tokens, more = split(bridge.core, given)
             bridge.run_with_hooks(tokens, fwd_hooks=hooks, **more)
         biases = [projection.bias for projection in self.part.projections.values()]
-        core = module_at(bridge.original_model, join(self.place.module, self.part.core))
+        core = self.evidence.module(self.place.module, self.part.core)
         for name, bias in core.named_parameters(recurse=False):
             told = bias.numel() != q.shape[2:].numel() or join(self.part.core, name) in biases
             self.findings.holds(SCORES, at, told, f"{name} is added to a projection, and no bias is declared")
@@ -615,7 +615,7 @@ class _Attention:
         sinks: Tensor | None = None
         if self.part.sinks:
             site = self.evidence.bridge.hook_dict[f"{self.place.part}hook_pattern"].point.site
-            sinks = materialized(module_at(self.evidence.bridge.original_model, site.path), self.part.sinks)
+            sinks = materialized(self.evidence.module(site.path), self.part.sinks)
             if not isinstance(sinks, Tensor) or sinks.numel() != scores.shape[1]:
                 self.findings.holds(PATTERN, f"{self.place.part}hook_pattern", False, f"no sinks in {self.part.sinks}")
                 return
@@ -629,7 +629,7 @@ class _Attention:
 
     def _mask(self, pattern: Tensor) -> None:
         """Where attention goes in some row of the batch, by where it may go."""
-        if self.part.cross or self.place.stack is not self.evidence.bridge.architecture.stack:
+        if self.part.cross or self.place.stack is not self.evidence.architecture.stack:
             return  # cfg speaks of the first, and of what looks at its own text
         if self.part.keys_from == "more":
             self.findings.inconclusive(

@@ -15,7 +15,7 @@ from adapters.feed_forward import MLP, MoE
 from adapters.inputs import others_of, unchanged
 from adapters.norms import Norm
 from adapters.observe.observe import CallRecorder, ModuleCall
-from adapters.points import call_number, core_path, has_module, is_inside, join, module_at, module_path
+from adapters.points import call_number, core_path, has_module, is_inside, join, module_path
 from adapters.proofs.evidence import Evidence, Findings, Hook, LayerStep, blocks_of, like
 from adapters.views import SeveralStreams, constant_of, parameters_of, transformed
 
@@ -43,7 +43,7 @@ def prove_beginning(evidence: Evidence, findings: Findings) -> None:
         evidence: a run with randomized activations.
         findings: what is found is added to it.
     """
-    architecture = evidence.bridge.architecture
+    architecture = evidence.architecture
     for stack in evidence.stacks():
         if stack is not architecture.stack and stack.embedding.tokens:
             _own_embeddings(evidence, findings, stack)
@@ -80,7 +80,7 @@ def _sum_at_first_block(evidence: Evidence, findings: Findings, first: str, stre
         first: the hook point of the first stream.
         stream: what it shows.
     """
-    made, embed = evidence.bridge.architecture.embedding, evidence.get("hook_embed")
+    made, embed = evidence.architecture.embedding, evidence.get("hook_embed")
     text = _text_places(evidence, first, stream)
     if made.norm:
         rows = evidence.made(evidence.base, made.tokens)
@@ -89,7 +89,7 @@ def _sum_at_first_block(evidence: Evidence, findings: Findings, first: str, stre
     if stream is None or embed is None:
         findings.holds(ENDS, first, False, "the embedding or the first block did not run")
         return
-    embed = transformed(made.behind_embed, embed, module_at(evidence.bridge.original_model, evidence.base))
+    embed = transformed(made.behind_embed, embed, evidence.module(evidence.base))
     rest = stream
     for name in _added_to_tokens(evidence, made):
         more = evidence.get(name)
@@ -102,7 +102,7 @@ def _sum_at_first_block(evidence: Evidence, findings: Findings, first: str, stre
 
 def _added_to_tokens(evidence: Evidence, made: Embedding) -> list[str]:
     """The hook points of what is added to the embeddings of tokens."""
-    blocks = evidence.bridge.architecture.stack.every_block
+    blocks = evidence.architecture.stack.every_block
     # Shortformer's positions are added to what queries and keys read.
     shifts = {part.qk_shift for block in blocks for part in block.attentions}
     own = [] if made.positions in shifts else ["hook_pos_embed"]
@@ -117,7 +117,7 @@ def _patches(evidence: Evidence, findings: Findings, made: Embedding) -> None:
     if made.module is None:
         return
     full = evidence.get("hook_full_embed")
-    first = f"{evidence.bridge.architecture.stack.name}.0.hook_resid_pre"
+    first = f"{evidence.architecture.stack.name}.0.hook_resid_pre"
     findings.equal(ENDS, first, evidence.get(first), full)
     if made.norm:
         findings.equal(ENDS, "embed.ln", evidence.made(evidence.base, made.norm.path), full)
@@ -227,7 +227,7 @@ def prove_end(evidence: Evidence, findings: Findings, streams: Sequence[tuple[St
         stream = None if stream is None else mean_at(stack.pooled, stream)
         if stack.final_norm:
             stream = _normed(evidence, findings, stack.final_norm, stream)
-    for head in evidence.bridge.architecture.heads:
+    for head in evidence.architecture.heads:
         stream = _headed(evidence, findings, head, stream)
     _unembedded(evidence, findings, stream)
     _logits(evidence, findings)
@@ -243,7 +243,7 @@ def _normed(evidence: Evidence, findings: Findings, norm: Norm, stream: Tensor |
 
 def _headed(evidence: Evidence, findings: Findings, head: Head, stream: Tensor | None) -> Tensor | None:
     """What the output layer reads behind a head."""
-    path, unembed = evidence.from_model(head.path), evidence.bridge.architecture.readout.path
+    path, unembed = evidence.from_model(head.path), evidence.architecture.readout.path
     linear, module = evidence.call(evidence.from_model(head.linear)), evidence.call(path)
     if module is None:
         return stream
@@ -260,12 +260,12 @@ def _headed(evidence: Evidence, findings: Findings, head: Head, stream: Tensor |
 
 def _unembedded(evidence: Evidence, findings: Findings, stream: Tensor | None) -> None:
     """The output layer reads what the final norm makes, times the declared factor."""
-    readout = evidence.bridge.architecture.readout
-    if why := evidence.bridge.architecture.unknown.get("readout"):
+    readout = evidence.architecture.readout
+    if why := evidence.architecture.unknown.get("readout"):
         findings.inconclusive(ENDS, why)
         return
     unembed = evidence.call(evidence.from_model("." + readout.path)) if readout.path else None
-    if unembed is None and evidence.bridge.architecture.pooled is not None:
+    if unembed is None and evidence.architecture.pooled is not None:
         return  # one vector of each image, which its norm puts out
     last = unembed.input if unembed else evidence.made(evidence.base)
     stream = None if stream is None else mean_at(readout.pooled, stream)
@@ -276,7 +276,7 @@ def _unembedded(evidence: Evidence, findings: Findings, stream: Tensor | None) -
         else:
             findings.holds(ENDS, "unembed", False, "what it reads is not what the final norm makes")
         return
-    if evidence.bridge.architecture.stack.every_block[0].ends:
+    if evidence.architecture.stack.every_block[0].ends:
         stream = zeroed(findings, stream, last)
     factor = readout.factor_in if unembed else 1.0
     findings.equal(ENDS, "unembed", last, (stream.double() * factor).to(last.dtype))
@@ -284,12 +284,12 @@ def _unembedded(evidence: Evidence, findings: Findings, stream: Tensor | None) -
 
 def _logits(evidence: Evidence, findings: Findings) -> None:
     """The logits are what the output layer puts out, as the readout and `cfg` say."""
-    readout, made, seen = evidence.bridge.architecture.readout, evidence.get("unembed.hook_out"), evidence.output
-    cap = evidence.bridge.cfg.output_logits_soft_cap
+    readout, made, seen = evidence.architecture.readout, evidence.get("unembed.hook_out"), evidence.output
+    cap = evidence.cfg.output_logits_soft_cap
     said = cap if cap > 0 else None
     same = said == readout.soft_cap
     findings.holds(LOGITS, "cfg.output_logits_soft_cap", same, f"it says {cap}, and the declaration {readout.soft_cap}")
-    if why := evidence.bridge.architecture.unknown.get("readout"):
+    if why := evidence.architecture.unknown.get("readout"):
         findings.inconclusive(LOGITS, why)
         return
     model = evidence.bridge.original_model
@@ -353,7 +353,7 @@ def _sum(evidence: Evidence, findings: Findings, place: LayerStep) -> None:
     if mix and not kept:
         _mixed(evidence, findings, place, there)
         return
-    added = transformed(on_stream, there[0].double(), module_at(evidence.bridge.original_model, place.path))
+    added = transformed(on_stream, there[0].double(), evidence.module(place.path))
     for term in there[1:]:
         added = added + term.double()
     findings.equal(claim, at, total, added.to(total.dtype), max(float(term.abs().max()) for term in there))
@@ -449,7 +449,7 @@ def _entries(place: LayerStep) -> list[str]:
 
 
 def _reads_encoder(evidence: Evidence, findings: Findings, place: LayerStep, part: Attention) -> None:
-    first = evidence.bridge.architecture.stack
+    first = evidence.architecture.stack
     if place.stack is first:
         _reads_second_input(evidence, findings, place, part)
         return
@@ -483,7 +483,7 @@ def _reads_second_input(evidence: Evidence, findings: Findings, place: LayerStep
 def _returns(evidence: Evidence, findings: Findings, place: LayerStep) -> None:
     step, part = place.named.step, place.named.step.part
     at = place.result
-    added, block = evidence.get(at), module_at(evidence.bridge.original_model, place.path)
+    added, block = evidence.get(at), evidence.module(place.path)
     raw = evidence.get(f"{place.part}hook_out") if step.changes_its_result else None
     if isinstance(part, Attention | MLP):
         made = evidence.made(place.module, part.o if isinstance(part, Attention) else part.down)
