@@ -481,14 +481,8 @@ def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
     texts = [said["no_layer_runs"], said["points"], *said["not_offered"], *said["not_offered"].values()]
     if not isinstance(said["inferred"], bool) or not all(isinstance(each, str) for each in texts):
         raise ValueError("it says something else than names and reasons of what is not offered")
-    return {
-        "architecture": architecture,
-        "of": Identity(**of),
-        "inferred": said["inferred"],
-        "points": said["points"],
-        "not_offered": said["not_offered"],
-        "no_layer_runs": said["no_layer_runs"],
-    }
+    plain = {name: said[name] for name in ("inferred", "points", "not_offered", "no_layer_runs")}
+    return {"architecture": architecture, "of": Identity(**of), **plain}
 
 
 # ----------------------------------------------------------------------------------------------------------------------

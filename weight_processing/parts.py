@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from transformers import PreTrainedModel
 
 from adapters import MLP, Attention, MoE, Weights
-from adapters.architecture import NamedStep
+from adapters.architecture import NamedStep, Part
 from adapters.linear import is_linear, weight_in_out
 from adapters.norms import Norm, NormKind, parameter_names
 from adapters.points import join
@@ -279,11 +279,11 @@ class ProcessedParts:
                 names.append(f"{at}.shared_expert_gate.weight")
             for weight in names:
                 yield NormReader(weight, _transposed(self.get(weight)), None, "")
-        for at, inside, mlp in _feed_forward(name, path, named):
+        for own, inside, mlp in _feed_forward(at, path, part):
             up = join(inside, mlp.up.path)
-            yield self._reader(f"{at}.W_in", f"{at}.b_in", up)
+            yield self._reader(f"{own}.W_in", f"{own}.b_in", up)
             if mlp.gate:
-                yield NormReader(f"{at}.W_gate", self.get(f"{at}.W_gate"), None, join(inside, mlp.gate.path))
+                yield NormReader(f"{own}.W_gate", self.get(f"{own}.W_gate"), None, join(inside, mlp.gate.path))
 
     def _writers(self) -> Iterator[tuple[str, Get]]:
         for name in ("embed.W_E", "pos_embed.W_pos"):
@@ -295,8 +295,8 @@ class ProcessedParts:
                 yield from self._output(f"{at}.W_O", f"{at}.b_O", join(path, part.path, part.o))
             elif isinstance(part, MoE):
                 yield from self._outputs_of_experts(at)
-            for at, inside, mlp in _feed_forward(name, path, named):
-                yield from self._output(f"{at}.W_out", f"{at}.b_out", join(inside, mlp.down))
+            for own, inside, mlp in _feed_forward(at, path, part):
+                yield from self._output(f"{own}.W_out", f"{own}.b_out", join(inside, mlp.down))
 
     def _output(self, weight: str, bias: str, path: str) -> Iterator[tuple[str, Get]]:
         """The matrix of an output projection, and its bias where it has one."""
@@ -366,9 +366,8 @@ class ProcessedParts:
         return [name for name, parameter in self.weights.model.named_parameters() if id(parameter) not in known]
 
 
-def _feed_forward(name: str, path: str, named: NamedStep) -> Iterator[tuple[str, str, MLP]]:
+def _feed_forward(at: str, path: str, part: Part) -> Iterator[tuple[str, str, MLP]]:
     """The MLP that a step has, alone or as its shared expert: its canonical name, its path, what it is."""
-    part, at = named.step.part, f"{name}.{named.name}"
     if isinstance(part, MLP):
         yield at, join(path, part.path), part
     elif isinstance(part, MoE) and part.shared:
