@@ -272,7 +272,6 @@ class NormalizedOutput(View):
     """
 
     kind: NormKind
-    identity = False
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         weight = None if self.kind.centered else self.kind.weight(call.module)

@@ -18,7 +18,6 @@ class Heads(View):
     """``... (head d_head) -> ... head d_head``."""
 
     n_heads: int
-    identity = False
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         return split(x, self.n_heads)
@@ -31,8 +30,6 @@ class Heads(View):
 class FlatPatches(View):
     """``batch d_model row column -> batch patch d_model``: row by row."""
 
-    identity = False
-
     def get(self, x: Tensor, call: Call) -> Tensor:
         return x.flatten(2).transpose(1, 2)
 
@@ -42,8 +39,6 @@ class FlatPatches(View):
 
 class Selected(View):
     """A part of a fused projection: `get` returns a view of its argument, which can be written to."""
-
-    identity = False
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         whole = x.clone()
@@ -82,7 +77,6 @@ class gathered(View):
 
     rows: tuple[tuple[int, ...], ...]
     flat: bool = False
-    identity = False
 
     def _index(self, x: Tensor) -> Tensor:
         return torch.tensor(self.rows[0] if self.flat else self.rows, device=x.device)
@@ -99,8 +93,6 @@ class gathered(View):
 class OneHead(View):
     """``batch 1 pos d -> batch pos d``: a latent that is kept as one head of keys. Two axes stay as they are."""
 
-    identity = False
-
     def get(self, x: Tensor, call: Call) -> Tensor:
         return x.squeeze(1) if x.ndim == 4 else x
 
@@ -110,8 +102,6 @@ class OneHead(View):
 
 class HeadsFirst(View):
     """``batch head pos d_head -> batch pos head d_head`` (inside the attention interface)."""
-
-    identity = False
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         return x.transpose(1, 2)
@@ -125,7 +115,6 @@ class HeadsOfBatch(View):
     """``(batch head) pos key_pos -> batch head pos key_pos``."""
 
     n_heads: int
-    identity = False
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         return x.unflatten(0, (-1, self.n_heads))
@@ -145,7 +134,6 @@ class Biased(View):
 
     heads: View
     name: str
-    identity = False
     contextual = True
 
     def _bias(self, like: Tensor, call: Call) -> Tensor:
@@ -172,7 +160,6 @@ class MaskedScores(View):
     keep the model's filler, so that reading and writing back changes nothing.
     """
 
-    identity = False
     deferrable = True
     by_row = True
 
@@ -222,7 +209,6 @@ class AlibiScores(MaskedScores):
 class SinkPattern(View):
     """A pattern without the attention sink's column, which is the last: rows sum to less than one."""
 
-    identity = False
     by_row = True
 
     def get(self, x: Tensor, call: Call) -> Tensor:
@@ -244,7 +230,6 @@ class SinkScores(View):
         sinks: the name of the attention module's parameter that holds each head's sink.
     """
 
-    identity = False
     contextual = True
 
     def __init__(self, inner: View, sinks: str) -> None:

@@ -49,8 +49,6 @@ class InBasis(View):
             cross-layer transcoder of an earlier layer adds.
     """
 
-    identity = False
-
     def __init__(
         self,
         name: str,

@@ -220,7 +220,7 @@ class Deferred:
 class View:
     """The identity: the site's tensor is the activation."""
 
-    #: True where `get` returns the site's own tensor.
+    #: True where `get` returns the site's own tensor: of a view that has no `get` of its own.
     identity: bool = True
     #: True where `get` and `put` look at the call.
     contextual: bool = False
@@ -235,6 +235,9 @@ class View:
     parameters: tuple[str, ...] = ()
     #: True where an edit is copied into the site's tensor, so that everyone who holds that tensor sees it.
     writes_through: bool = False
+
+    def __init_subclass__(cls) -> None:
+        cls.identity = cls.get is View.get
 
     @property
     def can_wait(self) -> bool:
@@ -260,8 +263,6 @@ class View:
 class Branch(View):
     """One of several readers of a tensor: its edit, and its gradient, are of that reader alone."""
 
-    identity = False
-
     def get(self, x: Tensor, call: Call) -> Tensor:
         return x.view_as(x) if x.requires_grad else x
 
@@ -283,7 +284,6 @@ class WriteThrough(View):
 class Derived(View):
     """A view whose activation is computed, not a part of the site's tensor."""
 
-    identity = False
     contextual = True
 
 
@@ -297,7 +297,6 @@ class Scaled(View):
     """What a module returns, times the constant factor that the block multiplies it with before it is added."""
 
     factor: float
-    identity = False
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         return x * self.factor
@@ -412,7 +411,6 @@ class Adjusted(View):
     """What a module returns, behind a chain of the block's; the block is the module of the last source."""
 
     by: Chain
-    identity = False
     contextual = True
 
     def get(self, x: Tensor, call: Call) -> Tensor:
@@ -435,7 +433,6 @@ def through(chain: Chain) -> View | None:
 class Copied(View):
     """Of a tensor that the model writes over afterwards, a copy of what `inner` sees."""
 
-    identity = False
     at_once = True
 
     def __init__(self, inner: View) -> None:
@@ -473,7 +470,6 @@ class SeveralStreams(View):
 
     n_streams: int
     first: bool = False
-    identity = False
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         if self.first:
@@ -494,7 +490,6 @@ class StreamWeights(View):
     """
 
     n_streams: int
-    identity = False
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         if x.shape[-1] == self.n_streams:
@@ -518,7 +513,6 @@ class PositionsFirst(View):
 
     embeddings: bool = True
     end: bool = False
-    identity = False
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         return x.transpose(0, 1)
@@ -531,8 +525,6 @@ class PositionsFirst(View):
 class FlatRows(View):
     """``(batch pos) d -> batch pos d``, with the batch size of the last source (a module that works on rows)."""
 
-    identity = False
-
     def get(self, x: Tensor, call: Call) -> Tensor:
         return x if x.ndim == 3 else x.unflatten(0, (call.sources[-1][1].shape[0], -1))
 
@@ -542,8 +534,6 @@ class FlatRows(View):
 
 class ExpertRows(View):
     """``... row d -> row d``: what an expert is given may have axes of one (Hunyuan)."""
-
-    identity = False
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         return x if x.ndim == 2 else x.flatten(0, -2)
@@ -559,8 +549,6 @@ class Composed(View):
         inner: the view of the site's tensor.
         outer: the view of what `inner` shows.
     """
-
-    identity = False
 
     def __init__(self, inner: View, outer: View) -> None:
         self.inner, self.outer = inner, outer
