@@ -271,7 +271,7 @@ class FoundAttention:
     def _bias_behind(self, letter: str) -> tuple[str, Tensor] | None:
         """A parameter between a projection and the product, with its numbers ``[head, d_head]``."""
         factor = self.softmax.factor(letter)
-        if letter not in self.found or factor is None or factor.shape[1] != len(self.found[letter][1]):
+        if letter not in self.found or factor is None or factor.shape[1] != self.heads_of(letter):
             return None
         before, after = self._by_head(self.found[letter][0].returned.value, letter), factor.detach().transpose(1, 2)
         if before.shape != after.shape:
@@ -394,10 +394,10 @@ class FoundAttention:
             core="" if core == owner else relative(core, owner),
             keys_from="encoder" if self.cross else None if self.keys_of is None else self.keys_of[0],
             clamp=None if self.clip is None else (self.clip, "normed" if self.clips_normed else "made"),
-            config_values={"n_heads": self.n_heads, "n_key_value_heads": len(self.found["k"][1])},
+            config_values={"n_heads": self.n_heads, "n_key_value_heads": self.heads_of("k")},
         )
-        if values and len(self.found["v"][1]) != len(self.found["k"][1]):
-            raise NotFound(f"it has {len(self.found['k'][1])} heads of keys, and {len(self.found['v'][1])} of values")
+        if values and self.heads_of("v") != self.heads_of("k"):
+            raise NotFound(f"it has {self.heads_of('k')} heads of keys, and {self.heads_of('v')} of values")
         return declared
 
     def kernel(self) -> Attention:
@@ -427,11 +427,15 @@ class FoundAttention:
                 raise NotFound(f"the projection of {letter} does not make what meets")
         return self.declare(values=False)
 
+    def heads_of(self, letter: str) -> int:
+        """How many heads of queries, keys or values a projection makes."""
+        return len(self.found[letter][1])
+
     @property
     def n_key_heads(self) -> int:
         """How many heads of keys there are."""
         if "k" in self.found or self.softmax.key is None:
-            return len(self.found["k"][1])
+            return self.heads_of("k")
         key = self.softmax.key.detach()
         sizes = (n for n in range(key.shape[1], 1, -1) if key.shape[1] % n == 0)
         group = next((n for n in sizes if torch.equal(key[:, ::n].repeat_interleave(n, 1), key)), 1)
@@ -490,7 +494,7 @@ class FoundAttention:
         if norm is None:
             # As wide as a head, or as all of them, and behind the projection.
             d_head, made = len(self.found[letter][1][0]), call.returned.value
-            heads = len(self.found[letter][1])
+            heads = self.heads_of(letter)
             for other in self.sources:
                 if other.is_linear or other.start < call.end or other.entered is None:
                     continue
@@ -508,9 +512,9 @@ class FoundAttention:
     def _is_last(self, letter: str, norm: ModuleCall) -> bool:
         """Whether a norm puts out the queries (keys) that enter the product, not repeated for groups."""
         factor = self.softmax.factor(letter)
-        if factor is None or factor.shape[1] % len(self.found[letter][1]):
+        if factor is None or factor.shape[1] % self.heads_of(letter):
             return False
-        once = factor.detach()[:, :: factor.shape[1] // len(self.found[letter][1])]
+        once = factor.detach()[:, :: factor.shape[1] // self.heads_of(letter)]
         made = norm.returned.value
         return any(made.shape == each.shape and torch.equal(made, each) for each in (once, once.transpose(1, 2)))
 

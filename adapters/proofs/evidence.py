@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from adapters.architecture import Architecture, NamedStep, Stack
+from adapters.architecture import Architecture, NamedStep, Stack, Step
 from adapters.attention import Attention
 from adapters.config import ModelConfig, config_of
 from adapters.inputs import Given, accepted_by, arguments_of, split, with_required_inputs
@@ -312,6 +312,11 @@ class LayerStep:
     named: NamedStep
 
     @property
+    def step(self) -> Step:
+        """Its declaration."""
+        return self.named.step
+
+    @property
     def part(self) -> str:
         """What the hook points of its part begin with."""
         return f"{self.prefix}{self.named.name}."
@@ -324,11 +329,11 @@ class LayerStep:
     @property
     def module(self) -> str:
         """The path of its part."""
-        return join(self.path, self.named.step.part.path)
+        return join(self.path, self.step.part.path)
 
     def makes(self, letter: str) -> LayerStep:
         """The step that makes an attention's queries (``q``), keys or values: this one, or one of another block."""
-        part = self.named.step.part
+        part = self.step.part
         if letter == "q" or not isinstance(part, Attention) or part.keys_of is None:
             return self
         path = self.path.removesuffix(self.stack.place_of(self.layer)) + self.stack.place_of(part.keys_of)

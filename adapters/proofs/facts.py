@@ -66,7 +66,7 @@ def _has_own_sizes(part: Part) -> bool:
 def _sizes(evidence: Evidence) -> Iterator[tuple[str, object]]:
     cfg, model = evidence.cfg, evidence.bridge.original_model
     first = evidence.architecture.stack
-    sized = any(_has_own_sizes(place.named.step.part) for place in evidence.places())
+    sized = any(_has_own_sizes(place.step.part) for place in evidence.places())
     sized = sized or any(map(_has_own_sizes, (part for _, part in evidence.attentions())))
 
     def one(name: str, found: set[int]) -> Iterator[tuple[str, object]]:
@@ -163,7 +163,7 @@ def _norm_type(evidence: Evidence) -> str | None:
     kind = evidence.architecture.norm_kind
     name, said = kind.name if kind else None, evidence.cfg.normalization_type
     if name and said == f"{name}Pre":
-        norms = [place.named.step.pre for place in evidence.places() if place.named.step.pre]
+        norms = [place.step.pre for place in evidence.places() if place.step.pre]
         call = evidence.call(next(evidence.places()).path, norms[0].path) if norms else None
         if call is not None and getattr(call.module, "weight", None) is None:
             return said
@@ -173,7 +173,7 @@ def _norm_type(evidence: Evidence) -> str | None:
 def _epsilon(evidence: Evidence, findings: Findings) -> None:
     cfg = evidence.cfg
     for place in evidence.places():
-        norm = place.stack.block_at(place.layer).norm or next(iter(place.named.step.norms), None)
+        norm = place.stack.block_at(place.layer).norm or next(iter(place.step.norms), None)
         call = evidence.call(place.path, norm.path) if norm and norm.kind.name else None
         if norm is not None and call is not None:
             seen = norm.kind.epsilon(call.module)
@@ -278,7 +278,7 @@ def prove_coverage(evidence: Evidence, findings: Findings) -> None:
             findings.holds(LEFT_OUT, path, path in shown, "a softmax that no hook point shows")
             findings.holds(LEFT_OUT, path, count == 1, f"{count} softmaxes, of which hook points show one")
         for place in places:
-            part = place.named.step.part
+            part = place.step.part
             if isinstance(part, Mixer) and part.mixes:
                 findings.inconclusive(LEFT_OUT, f"what {place.module} computes inside is not offered")
 
@@ -306,7 +306,7 @@ def _prove_layers(
 
 def _biases(place: LayerStep) -> list[str]:
     """Modules whose parameters are claimed otherwise than by a hook point."""
-    part, step = place.named.step.part, place.named.step
+    part, step = place.step.part, place.step
     kept = parameters_of((*step.output_transform, *step.residual_transform))
     # Only of a module inside of the block: what a part's own module keeps is seen in the sum.
     return [join(place.path, path.rpartition(".")[0]) for path in kept] + _of_part(place, part)
@@ -324,7 +324,7 @@ def _of_part(place: LayerStep, part: Part) -> list[str]:
 
 def _roles(place: LayerStep) -> Iterator[str]:
     """The layers and norms that have a part of their own to play."""
-    step, part = place.named.step, place.named.step.part
+    step, part = place.step, place.step.part
     yield from (join(place.module, path) for path in part.submodules.values() if path)
     first = place.stack.block_at(place.layer).norm
     yield from (join(place.path, norm.path) for norm in (*step.norms, *((first,) if first else ())))
@@ -332,12 +332,12 @@ def _roles(place: LayerStep) -> Iterator[str]:
 
 def _opaque(place: LayerStep) -> list[str]:
     """Modules whose insides are claimed by other means: experts by their own hook points, a mixer by its ends."""
-    part, mix = place.named.step.part, place.named.step.mix
+    part, mix = place.step.part, place.step.mix
     # Of streams that the block itself mixes, the module in it that makes the weights, all of whose layers run twice.
     path = mix.path.rpartition(".")[0] if mix and mix.by_block else mix.path if mix else ""
     mixing = [join(place.path, path)] if path else []
     if isinstance(part, Mixer):
-        entry = place.named.step.entry
+        entry = place.step.entry
         inside = [join(place.path, each.path) for each in part.attentions if not each.o]
         return [place.module, *([join(place.path, entry)] if entry else []), *mixing, *inside]
     if not isinstance(part, MoE):
@@ -347,7 +347,7 @@ def _opaque(place: LayerStep) -> list[str]:
 
 def _before_latents(place: LayerStep, calls: Calls) -> list[str]:
     """The layers whose output, or its first columns, is what the norm of a latent reads; or the latent itself."""
-    part = place.named.step.part
+    part = place.step.part
     if not isinstance(part, Attention):
         return []
     found = []
@@ -386,7 +386,7 @@ def _computes(path: str, calls: Calls) -> str:
 
 def _is_activation(evidence: Evidence, places: list[LayerStep], path: str) -> bool:
     """Whether a softmax is that of an activation function, which `act(pre) = post` speaks of."""
-    mlps = [place.module for place in places if isinstance(place.named.step.part, MLP)]
+    mlps = [place.module for place in places if isinstance(place.step.part, MLP)]
     solu = (evidence.cfg.act_fn or "").startswith("solu")
     return solu and is_inside(path, *mlps)
 
@@ -406,7 +406,7 @@ def prove_modules(model: nn.Module, places: Iterator[LayerStep]) -> Check:
             if not has_module(model, join(place.path, inside, path)):
                 said = f"{what} by {join(inside, path)}, and {_instead(model, join(place.path, inside), path)}"
                 moved.setdefault(said, []).append(f"{place.prefix}{place.named.name}")
-        part = place.named.step.part
+        part = place.step.part
         at = join(place.module, part.experts) if isinstance(part, MoE) else ""
         if at and has_module(model, at) and not keeps_experts(model.get_submodule(at)):
             kept = f"its experts in two parameters of {type(model.get_submodule(at)).__name__}, which has no such"
@@ -420,7 +420,7 @@ def prove_modules(model: nn.Module, places: Iterator[LayerStep]) -> Check:
 
 def _claims(place: LayerStep) -> Iterator[tuple[str, str, str]]:
     """What is made by which module: what it is, the module that it is in, from the block, and its path in that."""
-    step, part = place.named.step, place.named.step.part
+    step, part = place.step, place.step.part
     for what, norm in (("the norm before it", step.pre), ("the norm behind it", step.post)):
         if norm and not norm.path.startswith("."):
             yield what, "", norm.path
@@ -466,7 +466,7 @@ def prove_weights(
             if kind in seen:
                 continue
             seen.append(kind)
-        part = place.named.step.part
+        part = place.step.part
         proof = _Layer(evidence, findings, weights, place)
         if isinstance(part, Attention):
             for letter in "qkv":
@@ -541,7 +541,7 @@ class _Layer:
             return
         entered = _precise(call.input.flatten(0, -2))
         expected = entered @ _precise(matrix).flatten(0, -2) + _precise(bias)
-        step = self.place.named.step
+        step = self.place.step
         block = self.evidence.module(self.place.path)
         if isinstance(step.part, MoE) and "shared" in matrix_name:  # one of several terms
             made = linearly(step.behind_last, call.result * step.part.shared_factor, block)

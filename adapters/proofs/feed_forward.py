@@ -33,7 +33,7 @@ def prove_feed_forward(evidence: Evidence, findings: Findings) -> None:
     findings.claim(GATED)
     findings.claim(CHOICE)
     for place in evidence.places():
-        part = place.named.step.part
+        part = place.step.part
         if isinstance(part, MLP):
             _mlp(evidence, findings, place.part, part, place.module)
         elif isinstance(part, MoE):
@@ -42,7 +42,7 @@ def prove_feed_forward(evidence: Evidence, findings: Findings) -> None:
                     evidence, findings, f"{place.part}shared_expert.", part.shared, join(place.module, part.shared.path)
                 )
             _experts(evidence, findings, place)
-            _Mixture(evidence, findings, place, part, place.named.step).prove()
+            _Mixture(evidence, findings, place, part, place.step).prove()
 
 
 def _mlp(evidence: Evidence, findings: Findings, prefix: str, part: MLP, module: str) -> None:
@@ -282,7 +282,7 @@ def _declared(evidence: Evidence) -> Iterator[tuple[str, Norm]]:
         if head.norm and evidence.call(evidence.from_model(head.path)):
             yield evidence.from_model(head.norm.path), head.norm
     for place in evidence.places():
-        step = place.named.step
+        step = place.step
         block = place.stack.block_at(place.layer)
         if block.norm and place.named is block.named[0]:
             yield join(place.path, block.norm.path), block.norm

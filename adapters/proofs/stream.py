@@ -334,10 +334,10 @@ def prove_streams(evidence: Evidence, findings: Findings) -> None:
 def _sum(evidence: Evidence, findings: Findings, place: LayerStep) -> None:
     """Each stream is the one before it and what the steps between them add; the sum is the claim's name."""
     steps = place.stack.block_at(place.layer).named
-    mix, kept = place.named.step.mix, _keeps(place)
+    mix, kept = place.step.mix, _keeps(place)
     names = [place.named.onto, *(f"hook_{n.name}_out" for n in steps if n.after == place.named.after)]
     left = " + ".join(name.removeprefix("hook_") for name in names)
-    on_stream = place.named.step.residual_transform
+    on_stream = place.step.residual_transform
     if on_stream:
         left = f"({', '.join(parameters_of(on_stream)) or f'{constant_of(on_stream):g}'}) * {left}"
     claim = f"{left} = {place.named.after.removeprefix('hook_')}"
@@ -379,7 +379,7 @@ def _first_of_kept(evidence: Evidence, place: LayerStep) -> Tensor | None:
 
 def _mixed(evidence: Evidence, findings: Findings, place: LayerStep, there: list[Tensor]) -> None:
     """The same of several streams."""
-    mix, total = place.named.step.mix, evidence.get(place.prefix + place.named.after)
+    mix, total = place.step.mix, evidence.get(place.prefix + place.named.after)
     call = evidence.call(place.path, mix.path) if mix else None
     claim = f"streams + {place.named.name}_out, with weights = {place.named.after.removeprefix('hook_')}"
     if mix and mix.by_block:
@@ -400,7 +400,7 @@ def _mixed(evidence: Evidence, findings: Findings, place: LayerStep, there: list
 
 
 def _reads(evidence: Evidence, findings: Findings, place: LayerStep) -> None:
-    step, part = place.named.step, place.named.step.part
+    step, part = place.step, place.step.part
     read = evidence.get(place.prefix + place.named.before)
     if _keeps(place):
         read = _first_of_kept(evidence, place)
@@ -438,7 +438,7 @@ def _same(x: Tensor | None, y: Tensor | None, tolerance: float) -> bool:
 
 def _entries(place: LayerStep) -> list[str]:
     """The modules, relative to the block, that are given what a part reads."""
-    step = place.named.step
+    step = place.step
     part, pre = step.part, step.pre
     if isinstance(part, Attention) and pre and pre.path.startswith(f"{part.path}."):  # it norms its own input
         inside = [projection.path for projection in part.projections.values() if projection.latent is None]
@@ -481,7 +481,7 @@ def _reads_second_input(evidence: Evidence, findings: Findings, place: LayerStep
 
 
 def _returns(evidence: Evidence, findings: Findings, place: LayerStep) -> None:
-    step, part = place.named.step, place.named.step.part
+    step, part = place.step, place.step.part
     at = place.result
     added, block = evidence.get(at), evidence.module(place.path)
     raw = evidence.get(f"{place.part}hook_out") if step.changes_its_result else None
