@@ -423,7 +423,7 @@ class _Inference:
 
     def _mixes(self, part: FoundPart) -> bool | None:
         """Whether a part mixes positions; None where it cannot be told."""
-        positions = 0 if self.recording.turned(part.out[1].live) else 1
+        positions = 0 if self.recording.turned(part.added.live) else 1
         return mixes_positions(part, positions, partial(rerun, self.model, self.given, positions))
 
     def _mixer_behind(self, part: FoundPart, attends: Sequence[Softmax]) -> FoundPart | None:

@@ -361,7 +361,7 @@ class FoundExperts:
         """What may be an expert that all tokens are sent to, and what may be its gate: not inside of known modules."""
         inside = self.recording.between(self.owner.start, self.owner.end)
         others = [call for call in inside if call.left and not any(each.holds(call) for each in known)]
-        size, gates = self.part.out[1].value.numel(), [call for call in others if call.is_linear]
+        size, gates = self.part.added.value.numel(), [call for call in others if call.is_linear]
         return (
             [call for call in others if not call.is_leaf and call.returned.value.numel() == size],
             [call for call in gates if call.returned.value.shape[-1] == 1],
@@ -385,7 +385,7 @@ class FoundExperts:
             shared=shared,
             shared_transform=(*gates, *times(self.factors[1])),
             layers=self.layers,
-            flat=self.part.out[1].value.ndim == 2,
+            flat=self.part.added.value.ndim == 2,
         )
 
 
@@ -551,7 +551,7 @@ class FoundMixture(FoundExperts):
 
     def _shared(self) -> tuple[MLP | None, ModuleCall | None]:
         """The expert that every token is sent to, and the gate behind it."""
-        total = self.part.out[1].value.double().flatten()
+        total = self.part.added.value.double().flatten()
         put_out = self.experts.returned.value.double()
         routed = (put_out.unflatten(0, (self.num_experts, -1)).sum(0) if self.in_batches else put_out).flatten()
         if self._is_sum(total, [routed]):
@@ -574,7 +574,7 @@ class FoundMixture(FoundExperts):
             return False
         columns = torch.stack(terms, 1)
         weights = torch.linalg.lstsq(columns, total[:, None]).solution[:, 0]
-        if not agree(columns @ weights, total, self.part.out[1].value) or bool((weights.abs() < NEGLIGIBLE).any()):
+        if not agree(columns @ weights, total, self.part.added.value) or bool((weights.abs() < NEGLIGIBLE).any()):
             return False
         first, *second = map(rounded, weights.tolist())
         self.factors = (first, second[0] if second else 1.0)
@@ -722,7 +722,7 @@ class FoundExpertModules(FoundExperts):
         def weighed(by: ChosenBy) -> bool:
             both = weights * self.sent, noun(by).shares(logits, self.sent)
             seen, made = (x / x.sum(1, keepdim=True) for x in both)
-            return agree(seen, made, self.part.out[1].value)
+            return agree(seen, made, self.part.added.value)
 
         def noun(by: ChosenBy) -> MoE:
             return MoE("", "", chosen_by=by)
@@ -746,7 +746,7 @@ class FoundExpertModules(FoundExperts):
 
     def _sum(self) -> tuple[Tensor, MLP | None, ModuleCall | None]:
         """What each expert's result is multiplied with, ``[token, expert]``; the shared expert, and its gate."""
-        total = self.part.out[1].value.flatten(0, -2).double()
+        total = self.part.added.value.flatten(0, -2).double()
         if total.shape != self.tokens.shape:
             raise NotFound(f"{self.owner.path} puts out {total.shape[-1]} numbers for a token")
         if (weights := self._weights(total, [])) is not None:
@@ -770,4 +770,4 @@ class FoundExpertModules(FoundExperts):
 
     def _weights(self, total: Tensor, others: Sequence[Tensor]) -> Tensor | None:
         """What the experts' results, and others, are multiplied with; None where their sum is something else."""
-        return weights_in_sum(total, self.results, others, self.part.out[1].value)
+        return weights_in_sum(total, self.results, others, self.part.added.value)

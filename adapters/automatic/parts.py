@@ -110,6 +110,11 @@ class FoundPart:
     reader: ModuleCall | None = None
     entry: ModuleCall | None = None
 
+    @property
+    def added(self) -> BorderTensor:
+        """What is added."""
+        return self.out[1]
+
 
 def values_in(block: ModuleCall, recording: Recording) -> dict[Mark, Value]:
     """All tensors with as many numbers as the stream, and its width, that pass a module's border inside a block."""
@@ -309,7 +314,7 @@ def mixes_positions(
         NotFound: no gradient can be taken, which would tell, it computes no softmax, and no other run can be made.
     """
     entry = part.owner.entered if part.owner else part.calls[0].entered if part.calls else None
-    made = part.out[1].live
+    made = part.added.live
     if entry is None or made.ndim != 3:
         return None
     last = made.shape[positions] - 1
@@ -320,7 +325,7 @@ def mixes_positions(
             return None
         again = rerun(part.owner, part.out[0]) if part.owner else None
         if again is not None and again.shape == made.shape:
-            before = part.out[1].value.select(positions, last)
+            before = part.added.value.select(positions, last)
             changed = (again.select(positions, last) - before).abs()
             return bool((changed > tolerance(before) * before.abs().max()).any())
         path = part.owner.path if part.owner else part.producer.path

@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from adapters.architecture import Architecture, NamedStep, Stack, Step
+from adapters.architecture import Architecture, Block, NamedStep, Stack, Step
 from adapters.attention import Attention
 from adapters.config import ModelConfig, config_of
 from adapters.inputs import Given, accepted_by, arguments_of, split, with_required_inputs
@@ -310,6 +310,11 @@ class LayerStep:
     layer: int
     stack: Stack
     named: NamedStep
+
+    @property
+    def block(self) -> Block:
+        """What its block looks like."""
+        return self.stack.block_at(self.layer)
 
     @property
     def step(self) -> Step:

@@ -173,7 +173,7 @@ def _norm_type(evidence: Evidence) -> str | None:
 def _epsilon(evidence: Evidence, findings: Findings) -> None:
     cfg = evidence.cfg
     for place in evidence.places():
-        norm = place.stack.block_at(place.layer).norm or next(iter(place.step.norms), None)
+        norm = place.block.norm or next(iter(place.step.norms), None)
         call = evidence.call(place.path, norm.path) if norm and norm.kind.name else None
         if norm is not None and call is not None:
             seen = norm.kind.epsilon(call.module)
@@ -326,7 +326,7 @@ def _roles(place: LayerStep) -> Iterator[str]:
     """The layers and norms that have a part of their own to play."""
     step, part = place.step, place.step.part
     yield from (join(place.module, path) for path in part.submodules.values() if path)
-    first = place.stack.block_at(place.layer).norm
+    first = place.block.norm
     yield from (join(place.path, norm.path) for norm in (*step.norms, *((first,) if first else ())))
 
 

@@ -283,7 +283,7 @@ def _declared(evidence: Evidence) -> Iterator[tuple[str, Norm]]:
             yield evidence.from_model(head.norm.path), head.norm
     for place in evidence.places():
         step = place.step
-        block = place.stack.block_at(place.layer)
+        block = place.block
         if block.norm and place.named is block.named[0]:
             yield join(place.path, block.norm.path), block.norm
         yield from ((join(place.path, n.path), n) for n in step.norms)

@@ -333,7 +333,7 @@ def prove_streams(evidence: Evidence, findings: Findings) -> None:
 
 def _sum(evidence: Evidence, findings: Findings, place: LayerStep) -> None:
     """Each stream is the one before it and what the steps between them add; the sum is the claim's name."""
-    steps = place.stack.block_at(place.layer).named
+    steps = place.block.named
     mix, kept = place.step.mix, _keeps(place)
     names = [place.named.onto, *(f"hook_{n.name}_out" for n in steps if n.after == place.named.after)]
     left = " + ".join(name.removeprefix("hook_") for name in names)
@@ -361,13 +361,13 @@ def _sum(evidence: Evidence, findings: Findings, place: LayerStep) -> None:
 
 def _keeps(place: LayerStep) -> bool:
     """Whether a step is the first of a block that mixes its streams itself, or parallel to that."""
-    first = place.stack.block_at(place.layer).named[0]
+    first = place.block.named[0]
     return first.step.mix is not None and first.step.mix.by_block and place.named.before == first.before
 
 
 def _kept_streams(evidence: Evidence, place: LayerStep) -> Tensor | None:
     """The streams as a block that mixes them itself works on them."""
-    first = place.stack.block_at(place.layer).named[0]
+    first = place.block.named[0]
     keep, streams = (evidence.get(f"{place.prefix}{x}") for x in (f"hook_{first.name}_keep", "hook_resid_pre"))
     return None if keep is None or streams is None else Mix.kept(streams.double(), keep)
 
