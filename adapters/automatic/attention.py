@@ -29,6 +29,7 @@ from adapters.norms import OPAQUE_NORM, Norm
 from adapters.observe.gradients import (
     by_position,
     disjoint_sets,
+    either,
     gradient_of,
     gradients_of_scores,
     gradients_of_z,
@@ -181,25 +182,20 @@ class FoundAttention:
             reaches = gradients_of_scores(
                 scores, live, query=query, keys=keys, query_pos=self.query_pos, key_pos=key_pos
             )
-            from_values = gradients_of_z(self.mixed, live, query=query, key_pos=key_pos)
+            reached_z, values = self._from_values(live, query, key_pos)
         except RuntimeError as error:
             raise NotFound(f"no gradient can be taken: {one_line(error)}") from None
-        values = [
-            reached if self._from_before(call, query) else None
-            for call, reached in zip(self.sources, from_values, strict=True)
-        ]
         self.gates = [
             (call, sets)
-            for call, reached in zip(self.sources, from_values, strict=True)
-            if call.is_linear and reached is not None and not self._from_before(call, query)
+            for call, reached, value in zip(self.sources, reached_z, values, strict=True)
+            if call.is_linear and reached is not None and value is None
             and (sets := disjoint_sets(reached)) and len(sets) == self.n_heads
         ]  # fmt: skip
         for letter, reached in (("q", reaches.from_query), ("v", values), ("k", reaches.from_keys)):
             carrier = self._carrier(reached)
             wide = self._width(letter)
-            if not self.cross and (
-                carrier is None or len(carrier[1][0]) != wide < math.inf
-            ):  # what is clamped has no gradient
+            # What is clamped has no gradient.
+            if not self.cross and (carrier is None or len(carrier[1][0]) != wide < math.inf):
                 carrier = self._carrier(self._of_all_queries(letter, live, key_pos)) or carrier
             if carrier is None or len(carrier[1][0]) > wide:  # columns that do not reach the head alone
                 self.missing[letter] = "no projection has columns of its own for each head"
@@ -225,7 +221,7 @@ class FoundAttention:
 
     def _width(self, letter: str) -> float:
         """How many columns of each head meet in the product, or values have; infinite where that is not seen."""
-        factor = {"q": self.softmax.query, "k": self.softmax.key}.get(letter, self.z_by_head)
+        factor = self.z_by_head if letter == "v" else self.softmax.factor(letter)
         return math.inf if factor is None else factor.shape[-1]
 
     def _of_all_queries(self, letter: str, live: Sequence[Tensor], key_pos: int) -> list[Tensor | None]:
@@ -234,19 +230,12 @@ class FoundAttention:
         options = {"query_pos": self.query_pos, "key_pos": key_pos}
         for query in range(3, self.query_pos):
             if letter == "v":
-                masks = [
-                    mask if self._from_before(call, query) else None
-                    for call, mask in zip(
-                        self.sources, gradients_of_z(self.mixed, live, query=query, key_pos=key_pos), strict=True
-                    )
-                ]
+                masks = self._from_values(live, query, key_pos)[1]
             else:
                 keys = [query - 3, query - 1]
                 reaches = gradients_of_scores(self.softmax.scores, live, query=query, keys=keys, **options)
                 masks = reaches.from_query if letter == "q" else reaches.from_keys
-            for i, mask in enumerate(masks):
-                before = total[i]
-                total[i] = before if mask is None else mask if before is None else before | mask
+            total = list(map(either, total, masks))
         return total
 
     def _clamped(self) -> float | None:
@@ -254,7 +243,8 @@ class FoundAttention:
         numbers = self._numbers()
         if self.clip is not None:
             return self.clip
-        for letter, factor in (("q", self.softmax.query), ("k", self.softmax.key)):
+        for letter in "qk":
+            factor = self.softmax.factor(letter)
             if letter not in self.found or factor is None or not numbers:
                 continue
             before = self.normed(letter)
@@ -284,6 +274,14 @@ class FoundAttention:
             return None
         name = parameter_of(self.owner.module, rest[0, 0], close)
         return None if name is None else (name, rest[0, 0].to(before))
+
+    def _from_values(
+        self, live: Sequence[Tensor], query: int, key_pos: int
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Which columns reach each head's `z` of a query; and those alone that are of values, and not of a gate."""
+        reached = gradients_of_z(self.mixed, live, query=query, key_pos=key_pos)
+        both = zip(self.sources, reached, strict=True)
+        return reached, [mask if self._from_before(call, query) else None for call, mask in both]
 
     def _from_before(self, call: ModuleCall, query: int) -> bool:
         """Whether `z` at a position is made from what a call puts out at the one before: a gate's is not."""

@@ -146,6 +146,11 @@ def _joined(found: Sequence[Tensor | None]) -> Reached:
     return torch.cat(masks)
 
 
+def either(mask: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """What one of two says that is reached."""
+    return other if mask is None else mask if other is None else mask | other
+
+
 def disjoint_sets(reached: Bool[Tensor, "head column"]) -> tuple[tuple[int, ...], ...] | None:
     """The columns of each head, or of each group of heads that read the same ones, in the order of the heads.
 

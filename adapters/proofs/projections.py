@@ -7,7 +7,7 @@ from torch import Tensor
 
 from adapters.attention import Attention
 from adapters.norms import Norm
-from adapters.observe.gradients import by_position, gradients_of_scores, gradients_of_z
+from adapters.observe.gradients import by_position, either, gradients_of_scores, gradients_of_z
 from adapters.observe.observe import ModuleCall
 from adapters.points import module_path
 from adapters.proofs.evidence import RANDOMIZED, Evidence, Findings, LayerStep
@@ -182,7 +182,7 @@ class _Columns:
         reached = self._reached(outputs, by_head, self.query, keys)
         for query in range(4, self.query) if self.part.clip is not None else ():  # what is clamped has no gradient
             more = self._reached(outputs, by_head, query, [query - 3, query - 1])
-            reached = {letter: _either(mask, more[letter]) for letter, mask in reached.items()}
+            reached = {letter: either(mask, more[letter]) for letter, mask in reached.items()}
         for letter, found in reached.items():
             call = calls[letter]
             assert call is not None
@@ -249,10 +249,6 @@ class _Columns:
         if shown.ndim != 4 or shown.is_floating_point() or self.n_heads % shown.shape[2]:
             return None
         return shown[0, 0].long()
-
-
-def _either(mask: Tensor | None, other: Tensor | None) -> Tensor | None:
-    return other if mask is None else mask if other is None else mask | other
 
 
 def _columns(mask: Tensor) -> str:
