@@ -163,15 +163,16 @@ class FoundMLP:
         Raises:
             NotFound: gate and up could not be told apart, or were not found.
         """
-        linear, activated = list(self.linear), list(self.activated)
+        linear, activated = self.linear, self.activated
         if not bool(self.post.value.any()):
             path = self.part.producer.path
             raise NotFound(f"{path} is given zeros alone, as where a kernel is missing: nothing tells what makes them")
-        if len(linear) + len(activated) not in (1, 2):
-            raise NotFound(f"{len(linear) + len(activated)} projections reach its neurons one by one, not one or two")
+        reach = linear + activated
+        if len(reach) not in (1, 2):
+            raise NotFound(f"{len(reach)} projections reach its neurons one by one, not one or two")
         gate: Found | None
-        if len(linear) + len(activated) == 1:
-            gate, up = None, (linear + activated)[0]
+        if len(reach) == 1:
+            gate, up = None, reach[0]
         elif len(linear) == 1:
             gate, up = activated[0], linear[0]
         elif len(linear) == 2:  # a ReLU's derivative is the step that it is multiplied with

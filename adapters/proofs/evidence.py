@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
@@ -105,7 +106,7 @@ class Findings:
 
     def __init__(self, tolerance: float, angles: float = 1e-4, not_offered: Collection[str] = ()) -> None:
         self.tolerance, self.angles, self._not_offered = tolerance, angles, not_offered
-        self._claims: dict[str, _Claim] = {}
+        self._claims: defaultdict[str, _Claim] = defaultdict(_Claim)
 
     def claim(self, name: str) -> None:
         """Says that a claim is looked at, so that it is in the report where it has no place in the model."""
@@ -120,7 +121,7 @@ class Findings:
             ok: whether it does.
             seen: what was seen instead.
         """
-        entry = self._claims.setdefault(claim, _Claim())
+        entry = self._claims[claim]
         entry.compared += 1
         if not ok and (claim in self._not_offered or self.is_left_out(named_at(claim, place))):
             self.inconclusive(claim, f"{named_at(claim, place)} is not offered")
@@ -162,7 +163,7 @@ class Findings:
         if size is None and a.ndim > 1 and len(a) > 1:  # rows are of several sizes
             rows = torch.maximum(a.abs(), b.abs()).flatten(1).amax(-1).clamp(min=max(_SMALL * most, 1e-30))
             relative = float(((a - b).abs().flatten(1).amax(-1) / rows).max())
-        entry = self._claims.setdefault(claim, _Claim())
+        entry = self._claims[claim]
         entry.worst = max(entry.worst, (relative, place))
         return self.holds(claim, place, relative <= self.tolerance, f"differs by {relative:.1e}, relatively")
 
@@ -180,7 +181,7 @@ class Findings:
 
     def inconclusive(self, claim: str, reason: str) -> None:
         """Says that a claim could not be told from another one, and why."""
-        entry = self._claims.setdefault(claim, _Claim())
+        entry = self._claims[claim]
         if reason not in entry.inconclusive:
             entry.inconclusive.append(reason)
 

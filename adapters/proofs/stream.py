@@ -379,24 +379,28 @@ def _first_of_kept(evidence: Evidence, place: LayerStep) -> Tensor | None:
 
 def _mixed(evidence: Evidence, findings: Findings, place: LayerStep, there: list[Tensor]) -> None:
     """The same of several streams."""
-    mix, total = place.step.mix, evidence.get(place.prefix + place.named.after)
-    call = evidence.call(place.path, mix.path) if mix else None
     claim = f"streams + {place.named.name}_out, with weights = {place.named.after.removeprefix('hook_')}"
-    if mix and mix.by_block:
-        streams, write = _kept_streams(evidence, place), evidence.get(f"{place.prefix}hook_{place.named.name}_write")
-        made, result = (x.double() for x in there)
-        if streams is None or write is None or total is None:
-            findings.holds(claim, place.prefix, False, "what mixes the streams did not run, or has no hook point")
-            return
-        after = Mix.corrected(streams, made, result, write)
+    after, total = _behind_mix(evidence, place, there), evidence.get(place.prefix + place.named.after)
+    if after is None or total is None:
+        wrong = "what mixes the streams did not run, has no hook point, or returns no weights"
+        findings.holds(claim, place.prefix, False, wrong)
+    else:
         findings.equal(claim, place.prefix + place.named.after, total, after.to(total.dtype))
-        return
-    if mix is None or call is None or total is None or not isinstance(call.output, tuple | list) or len(there) != 2:
-        findings.holds(claim, place.prefix, False, "what mixes the streams did not run, or returns no weights")
-        return
-    keep = None if mix.keep is None else call.output[mix.keep]
-    after = mix.of(there[0].double(), there[1].double(), call.output[mix.write], keep)
-    findings.equal(claim, place.prefix + place.named.after, total, after.to(total.dtype))
+
+
+def _behind_mix(evidence: Evidence, place: LayerStep, there: list[Tensor]) -> Tensor | None:
+    """The streams behind a step, made of what it reads and of its result; None where they cannot be made."""
+    mix = place.step.mix
+    if mix is None or len(there) != 2:
+        return None
+    made, result = (x.double() for x in there)
+    if mix.by_block:
+        streams, write = _kept_streams(evidence, place), evidence.get(f"{place.prefix}hook_{place.named.name}_write")
+        return None if streams is None or write is None else Mix.corrected(streams, made, result, write)
+    call = evidence.call(place.path, mix.path)
+    if call is None or not isinstance(call.output, tuple | list):
+        return None
+    return mix.of(made, result, call.output[mix.write], None if mix.keep is None else call.output[mix.keep])
 
 
 def _reads(evidence: Evidence, findings: Findings, place: LayerStep) -> None:
