@@ -63,6 +63,13 @@ def _has_own_sizes(part: Part) -> bool:
     return heads or any(each.width is not None for each in part.projections.values())
 
 
+#: How the names of hook points end whose last axis is a size.
+_SIZES = {
+    "d_model": "hook_resid_pre", "d_head": ".hook_z", "d_shared_expert": "shared_expert.hook_post",
+    "experts_per_token": "hook_expert_indices", "num_experts": "hook_router_logits", "d_vocab_out": "unembed.hook_out",
+}  # fmt: skip
+
+
 def _sizes(evidence: Evidence) -> Iterator[tuple[str, object]]:
     cfg, model = evidence.cfg, evidence.bridge.original_model
     first = evidence.architecture.stack
@@ -75,14 +82,11 @@ def _sizes(evidence: Evidence) -> Iterator[tuple[str, object]]:
             yield name, getattr(cfg, name) if own else found.pop() if len(found) == 1 else sorted(found)
 
     yield "n_layers", len(first.modules(model.get_submodule(evidence.base)))
-    yield from one("d_model", _last(evidence, "hook_resid_pre"))
     yield from one("n_heads", _last(evidence, "hook_pattern", 1) or _last(evidence, ".hook_z", 2))
-    yield from one("d_head", _last(evidence, ".hook_z"))
     yield from one("n_kv_heads", _last(evidence, ".hook_v", 2))
     yield from one("d_expert", _last_of_experts(evidence))
-    yield from one("d_shared_expert", _last(evidence, "shared_expert.hook_post"))
-    yield from one("experts_per_token", _last(evidence, "hook_expert_indices"))
-    yield from one("num_experts", _last(evidence, "hook_router_logits"))
+    for name, end in _SIZES.items():
+        yield from one(name, _last(evidence, end))
     dense = {
         x.shape[-1]
         for name, x in evidence.activations.items()
@@ -93,7 +97,6 @@ def _sizes(evidence: Evidence) -> Iterator[tuple[str, object]]:
     embed = model.get_submodule(join(evidence.base, tokens)) if tokens else None
     if isinstance(table := getattr(embed, "weight", None), Tensor):
         yield "d_vocab", table.shape[0]
-    yield from one("d_vocab_out", _last(evidence, "unembed.hook_out"))
     yield "tie_word_embeddings", _tied(evidence, table if isinstance(table, Tensor) else None)
 
 
