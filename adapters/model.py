@@ -14,7 +14,6 @@ from adapters.attention import Attention
 from adapters.building import hook_points
 from adapters.config import ModelConfig, model_config
 from adapters.inputs import Given
-from adapters.observe.observe import NotFound
 from adapters.plain_model import PlainModel
 from adapters.points import Point, base_path, core_of, join
 from adapters.registry import UnsupportedModelError, check_modules, declaration_for, is_declared
@@ -150,7 +149,7 @@ def map_model(
             )
         try:
             found = inference.automatic.infer(model, inputs)
-        except NotFound as why:
+        except inference.automatic.NotFound as why:
             plain = isinstance(core, PlainModel)
             name = type(core.module if plain else core).__name__
             refusal = "" if plain else _refusal(core)  # no adapter is near to a module of plain torch
