@@ -220,7 +220,7 @@ class Deferred:
 class View:
     """The identity: the site's tensor is the activation."""
 
-    #: True where `get` returns the site's own tensor: of a view that has no `get` of its own.
+    #: True where `get` returns the site's own tensor: of a view that has no `get` and no `put` of its own, or says so.
     identity: bool = True
     #: True where `get` and `put` look at the call.
     contextual: bool = False
@@ -237,7 +237,7 @@ class View:
     writes_through: bool = False
 
     def __init_subclass__(cls) -> None:
-        cls.identity = cls.get is View.get
+        cls.identity = vars(cls).get("identity", cls.get is View.get and cls.put is View.put)
 
     @property
     def can_wait(self) -> bool:
@@ -270,7 +270,7 @@ class Branch(View):
 class WriteThrough(View):
     """The tensor that enters a norm is also the skip connection: an edit is made in place, and both see it."""
 
-    writes_through = True
+    identity = writes_through = True
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         if x.requires_grad and x.is_leaf:
