@@ -61,7 +61,7 @@ from adapters.automatic.ends import (
     factor_between,
     find_embedding,
     find_final_norm,
-    find_heads,
+    find_head,
     find_patches,
     find_pool,
     find_readout,
@@ -256,13 +256,14 @@ class _Inference:
             last = last.transposed()
         normed, function = what_is_read(self.recording, unembed, last.value, last_norm, on_stream)
         factor = None if unembed.entered is None else factor_between(normed, unembed.entered.value)
-        heads = find_heads(self.recording, self.core, unembed, factor, found.blocks[-1].end)
-        readout, unknown = find_readout(self.model, self.core, self.given, unembed, 1.0 if heads else factor)
+        between = factor is None and unembed.entered
+        head = find_head(self.recording, self.core, unembed, found.blocks[-1].end) if between else None
+        readout, unknown = find_readout(self.model, self.core, self.given, unembed, 1.0 if head else factor)
         if unknown:
             self.unknown["readout"] = self.not_offered["logits of the stream"] = unknown
         else:
             self.not_offered.pop("ln_final", None)  # it is known what the output layer reads
-        return stack if function is None else replace(stack, final_norm=function), heads, readout
+        return stack if function is None else replace(stack, final_norm=function), (head,) if head else (), readout
 
     def _pooled(self, found: FoundStack, final: Norm | None) -> Pool | None:
         """The one vector of each image, or sound, that the output layer reads behind the last block."""

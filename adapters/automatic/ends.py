@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from adapters.architecture import KINDS, Embedding, Head, Readout, TableOf, tables
 from adapters.attention import capped
 from adapters.automatic.blocks import power_between
-from adapters.automatic.norms import function_norm, norm_kind, relative, rounded
+from adapters.automatic.norms import function_norm, norm_of, relative, rounded
 from adapters.config import config_of
 from adapters.inputs import Given, may_take
 from adapters.norms import Norm
@@ -172,8 +172,8 @@ class _EmbeddingSearch:
         for call in reversed(self.before):
             if call.returned.mark != target.mark or self.tokens.holds(call) or call.entered is None:
                 continue
-            if (kind := norm_kind(call)) is not None:
-                self.found = replace(self.found, norm=Norm(call.path, kind))
+            if norm := norm_of(call):
+                self.found = replace(self.found, norm=norm)
                 return call.entered
         return target
 
@@ -235,8 +235,8 @@ class _EmbeddingSearch:
         """Whether a norm of the token embedding is a term of the sum, which is then no table."""
         for call, weight in added.items():
             reads = call.reads(self.tokens.returned.mark)
-            if weight == 1 and reads and self.found.norm is None and (kind := norm_kind(call)) is not None:
-                self.found = replace(self.found, norm=Norm(call.path, kind))
+            if weight == 1 and reads and self.found.norm is None and (norm := norm_of(call)):
+                self.found = replace(self.found, norm=norm)
                 added[call] = 0.0
         return self.found.norm is not None
 
@@ -397,8 +397,8 @@ def find_patches(recording: Recording, first: ModuleCall) -> Embedding:
         return Embedding()
     norm, total = None, stream
     for call in makes:
-        if call.entered and (kind := norm_kind(call)):
-            norm, total = Norm(call.path, kind), call.entered
+        if call.entered and (found := norm_of(call)):
+            norm, total = found, call.entered
     patches = next((call.path for call in before if _makes_patches(call, total.value)), None)
     return Embedding(added=tables(patches=patches), norm=norm, module=module.path)
 
@@ -452,17 +452,17 @@ def find_pool(
     behind = [call for call in recording.calls if call.start > after and call.entered and call.left]
     reads = [call for call in behind if call.entered and call.entered.value.shape == x[:, 0].shape]
     pools = {call: found for call in reads if call.entered and (found := _pool_of(x, call.entered.value))}
-    norms = {call: kind for call in pools if final is None and (kind := norm_kind(call))}
-    norm = next(iter(norms), None)
+    norms = ((call, norm) for call in pools if final is None and (norm := norm_of(call)))
+    reader, norm = next(norms, (None, None))
     for call in reads:
         made = call.returned.value
         if logits is None or not call.is_linear or made.shape != logits.shape or not agree(made, logits):
             continue
         if call in pools:  # whatever else a norm reads (CLIP)
             return Pool(pools[call], None, call)
-        if norm and call.reads(norm.returned.mark):
-            return Pool(pools[norm], Norm(norm.path, norms[norm]), call)
-    return None if norm is None else Pool(pools[norm], Norm(norm.path, norms[norm]), None)
+        if reader and call.reads(reader.returned.mark):
+            return Pool(pools[reader], norm, call)
+    return None if reader is None else Pool(pools[reader], norm, None)
 
 
 def _pool_of(x: Tensor, seen: Tensor) -> tuple[int, int | None] | None:
@@ -480,12 +480,12 @@ def find_final_norm(recording: Recording, last: BorderTensor, after: int) -> tup
     """The norm that reads the last stream, and what that is multiplied with before."""
     behind = [call for call in recording.calls if call.start > after and call.entered]
     for call in behind:
-        if call.reads(last.mark) and (kind := norm_kind(call)):
-            return Norm(call.path, kind), 1.0
+        if call.reads(last.mark) and (norm := norm_of(call)):
+            return norm, 1.0
     for call in behind[:1]:
         factor = call.entered and power_between(call.entered.value, last.value)
-        if factor and (kind := norm_kind(call)):
-            return Norm(call.path, kind), factor
+        if factor and (norm := norm_of(call)):
+            return norm, factor
     return None, 1.0
 
 
@@ -507,33 +507,36 @@ def find_unembedding(model: nn.Module, recording: Recording, after: int) -> Modu
     )  # fmt: skip
 
 
-def find_head(recording: Recording, after: int, unembed: ModuleCall) -> tuple[str, str, Norm | None] | None:
+def find_head(recording: Recording, core: str, unembed: ModuleCall, after: int) -> Head | None:
     """A linear layer and a norm between the last stream and the output layer, and the module around the two.
 
-    Without a norm, the module holds the output layer, too, or puts out what that reads.
+    Without a norm, the module holds the output layer, too, or puts out what that reads. Without a module around them it
+    is the linear layer itself.
 
-    Returns:
-        The paths of that module (of the linear layer itself, where there is none) and of the linear layer; the norm.
+    Args:
+        recording, unembed: as for `what_is_read`.
+        core: the path of the Hugging Face model in what wraps it.
+        after: the time at which the last block ended.
     """
+
+    def head(around: ModuleCall, linear: ModuleCall, norm: Norm | None = None) -> Head:
+        own = norm and replace(norm, path="." + relative(norm.path, core))
+        return Head("mlm_head", "." + relative(around.path, core), "." + relative(linear.path, core), norm=own)
+
     behind = [call for call in recording.calls if call.start > after]
-    linear: list[ModuleCall]
-    for norm in behind:
-        kind = norm_kind(norm) if norm.end < unembed.start else None
-        if kind is None or not unembed.reads(norm.returned.mark):
-            continue
-        linear = [call for call in behind if call.is_linear and call.end < norm.start]
-        head = tightest(call for call in behind if linear and call.holds(norm) and call.holds(linear[-1]))
-        if head:
-            return head.path, linear[-1].path, Norm(norm.path, kind)
-        if linear:  # nothing is around them but the model (DistilBERT)
-            return linear[-1].path, linear[-1].path, Norm(norm.path, kind)
+    for call in behind:
+        norm = norm_of(call) if call.end < unembed.start else None
+        before = [each for each in behind if each.is_linear and each.end < call.start]
+        if norm and before and unembed.reads(call.returned.mark):
+            both = tightest(each for each in behind if each.holds(call) and each.holds(before[-1]))
+            return head(both or before[-1], before[-1], norm)  # nothing is around DistilBERT's but the model
     linear = [call for call in behind if call.is_linear and call.end < unembed.start]
     around = [call for call in behind if linear and call.holds(linear[-1])]
-    head = tightest(call for call in around if call.holds(unembed)) or tightest(
+    found = tightest(call for call in around if call.holds(unembed)) or tightest(
         call for call in around
         if not call.is_leaf and call.end < unembed.start and call.left and unembed.reads(call.returned.mark)
     )  # fmt: skip
-    return (head.path, linear[-1].path, None) if head else None
+    return head(found, linear[-1]) if found else None
 
 
 def what_is_read(
@@ -556,24 +559,6 @@ def what_is_read(
     return (last, None) if kind is None else (kind.of(last), Norm("", kind))
 
 
-def find_heads(
-    recording: Recording, core: str, unembed: ModuleCall, factor_in: float | None, after: int
-) -> tuple[Head, ...]:
-    """What is between the final norm and the output layer, where that does not read the norm.
-
-    Args:
-        recording, unembed: as for `what_is_read`.
-        core: the path of the Hugging Face model in what wraps it.
-        factor_in: what the norm is multiplied with before the output layer reads it; None: it does not.
-        after: the time at which the last block ended.
-    """
-    if unembed.entered is None or factor_in is not None or (found := find_head(recording, after, unembed)) is None:
-        return ()
-    around, linear = ("." + relative(each, core) for each in found[:2])
-    norm = found[2] and Norm("." + relative(found[2].path, core), found[2].kind)
-    return (Head("mlm_head", around, linear=linear, norm=norm),)
-
-
 def find_readout(
     model: nn.Module, core: str, inputs: Given, unembed: ModuleCall, factor_in: float | None
 ) -> tuple[Readout, str]:
@@ -584,7 +569,8 @@ def find_readout(
 
     Args:
         model, inputs: as for `record`.
-        core, unembed, factor_in: as for `find_heads`.
+        core, unembed: as for `find_head`.
+        factor_in: what the output layer reads is that many times the norm of the last stream; None: it is not.
     """
     path = relative(unembed.path, core)
     if factor_in is None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from adapters.norms import NormKind, eps_of, parameter_names
+from adapters.norms import Norm, NormKind, eps_of, parameter_names
 from adapters.observe.observe import WRONG, ModuleCall, NotFound, one_line
 from adapters.observe.recognised import TOLERANCES, agree, norms_to_try, recognise_module, recognise_norm, tolerance
 from adapters.views import View, columns, gathered, interleaved
@@ -117,6 +117,12 @@ def norm_kind(call: ModuleCall) -> NormKind | None:
     if probed is None or (found := _kind(probed, kept)) is None:
         return _of_numbers(x, y, call.module, kept)
     return found
+
+
+def norm_of(call: ModuleCall) -> Norm | None:
+    """The norm that a recorded call is, with its path from the model; None where it is none."""
+    kind = norm_kind(call)
+    return None if kind is None else Norm(call.path, kind)
 
 
 def function_norm(x: Tensor, y: Tensor) -> NormKind | None:
