@@ -37,19 +37,17 @@ def prove_projections(evidence: Evidence, findings: Findings) -> None:
             findings.inconclusive(CLAIM, f"{place.part}: what makes queries, keys and values is not known")
             continue
         scores, pattern = (evidence.get(f"{place.part}hook_{name}") for name in ("attn_scores", "pattern"))
-        output = evidence.call(place.module, part.o) if part.o else None
+        z = evidence.entered(place.module, part.o) if part.o else None
         if scores is None or pattern is None:
             findings.inconclusive(CLAIM, f"{place.part}: its scores cannot be seen")
-        elif not part.o:
-            _Columns(evidence, findings, place, part, scores, pattern, None).prove()
-        elif output is None or output.input is None:
+        elif part.o and z is None:
             findings.holds(CLAIM, place.part, False, f"{part.o} did not run")
-        elif not scores.requires_grad and module_path(place.module) in graphs:
+        elif part.o and not scores.requires_grad and module_path(place.module) in graphs:
             findings.inconclusive(
                 CLAIM, f"{place.part}: it runs without gradients; another call of its module has them"
             )
         else:
-            z = _before_norm(evidence, place, output.input) if isinstance(part.z_transform, Norm) else output.input
+            z = _before_norm(evidence, place, z) if z is not None and isinstance(part.z_transform, Norm) else z
             _Columns(evidence, findings, place, part, scores, pattern, z).prove()
 
 
