@@ -10,7 +10,7 @@ from adapters.norms import Norm
 from adapters.observe.gradients import by_position, either, gradients_of_scores, gradients_of_z
 from adapters.observe.observe import ModuleCall
 from adapters.points import module_path
-from adapters.proofs.evidence import RANDOMIZED, Evidence, Findings, LayerStep
+from adapters.proofs.evidence import RANDOMIZED, Evidence, Findings, LayerStep, like
 from adapters.views import Biased, Call, Heads, View
 
 WRITTEN = "what is written at a hook point is read there, at every position and of every size"
@@ -269,13 +269,8 @@ def prove_latents(evidence: Evidence, findings: Findings, claim: str, place: Lay
         path, reader = each.latent.path if each.latent else "", each.path
         if not path:
             continue
-        made, read = evidence.call(place.module, path), evidence.call(place.module, reader)
-        if made is None or read is None or made.result is None or read.input is None:
-            findings.holds(claim, f"{place.part}({path}, read by {reader})", False, "it did not run")
-            continue
-        same = read.input.numel() == made.result.numel()
-        entered = read.input.reshape(made.result.shape) if same else None
-        findings.equal(claim, f"{place.part}({path}, read by {reader})", made.result, entered)
+        made, read = evidence.made(place.module, path), evidence.entered(place.module, reader)
+        findings.equal(claim, f"{place.part}({path}, read by {reader})", made, like(read, made))
 
 
 def clipped(made: Tensor | None, part: Attention) -> Tensor | None:
@@ -289,10 +284,9 @@ def normed(evidence: Evidence, place: LayerStep, part: Attention, letter: str) -
     made = evidence.get(f"{place.part}hook_{letter}")
     if norm is None or made is None or part.rotary == "first":
         return clipped(made, part)
-    call = evidence.call(place.module, norm.path)
-    if call is None or call.result is None:
+    result = evidence.made(place.module, norm.path)
+    if result is None:
         return None
-    result = call.result
     if part.norms_over == "heads first":
         result = result.transpose(1, 2)
     if result.numel() != made.numel():

@@ -368,12 +368,13 @@ class _Attention:
         """What the norms behind the rotation are given; what they put out is what enters the product."""
         given: list[Tensor | None] = []
         for letter, norm, seen in zip("qk", (self.part.q.norm, self.part.k.norm), normed, strict=True):
-            call = self.evidence.call(self.place.makes(letter).module, norm.path) if norm else None
-            if call is None or call.input is None or call.result is None:
+            at = (self.place.makes(letter).module, norm.path if norm else "")
+            entered, made = self.evidence.entered(*at), self.evidence.made(*at)
+            if norm is None or entered is None or made is None:
                 given.append(seen)
                 continue
-            first = self.part.norms_over == "heads first"
-            made, entered = (x.transpose(1, 2) if first else x for x in (call.result, call.input))
+            if self.part.norms_over == "heads first":
+                entered, made = entered.transpose(1, 2), made.transpose(1, 2)
             self.findings.equal(SCORES, f"{self.place.part}{letter}_norm", seen, made)
             given.append(entered)
         return given[0], given[1]
