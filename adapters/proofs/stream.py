@@ -156,17 +156,15 @@ def _own_embeddings(evidence: Evidence, findings: Findings, stack: Stack) -> Non
     if total is None or begun is None or (positions is None) != (made.positions is None):
         findings.holds(ENDS, stack.name, False, "its embeddings or its first block did not run")
         return
-    norm = evidence.call(evidence.base, made.norm.path) if made.norm else None
-    entered = norm.input if norm else None
-    if norm is not None and entered is not None and positions is not None and torch.equal(entered, total):
-        total = norm.result if norm.result is not None else total  # of the tokens alone
-        norm = None
-    types = evidence.get(f"{stack.name}_token_type_embed.hook_out")
-    total = total if positions is None else total + positions.to(total)
-    total = total if types is None else total + types.to(total)
-    if norm is not None:
+    both = (evidence.entered, evidence.made)
+    entered, normed = (each(evidence.base, made.norm.path) if made.norm else None for each in both)
+    alone = entered is not None and positions is not None and torch.equal(entered, total)  # a norm of the tokens
+    total = normed if alone and normed is not None else total
+    for more in (positions, evidence.get(f"{stack.name}_token_type_embed.hook_out")):
+        total = total if more is None else total + more.to(total)
+    if entered is not None and not alone:
         findings.equal(ENDS, f"{stack.name}_embed.ln", entered, total)
-        total = norm.result if norm.result is not None else total
+        total = total if normed is None else normed
     findings.equal(ENDS, stack.name, begun, total, float(begun.abs().max()))
 
 
