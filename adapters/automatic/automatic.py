@@ -493,21 +493,24 @@ class _Inference:
 
     def _mixture(self, found: FoundMixture | FoundExpertModules) -> MoE:
         declared = found.declare()
-        for name in ("num_experts", "experts_per_token", "d_expert"):
-            self.facts.add(name, getattr(found, name))
-        self.facts.add("gated_mlp", found.gated)
-        self.facts.add("d_shared_expert", found.d_shared)
+        self.facts.add(
+            num_experts=found.num_experts,
+            experts_per_token=found.experts_per_token,
+            d_expert=found.d_expert,
+            gated_mlp=found.gated,
+            d_shared_expert=found.d_shared,
+        )
         if found.act_fn:
-            self.facts.add("act_fn", act_fn_name(found.act_fn))
+            self.facts.add(act_fn=act_fn_name(found.act_fn))
         return declared
 
     def _mlp(self, part: FoundPart, norms: Norms, block: ModuleCall) -> Part:
         said = next((str(each) for each in self.facts.counts.get("act_fn", ()) if each), None)
         found = FoundMLP(part, block.path, self.config, norms, block.given, said)
         declared = found.declare()
-        self.facts.add("d_mlp", found.d_mlp)
+        self.facts.add(d_mlp=found.d_mlp)
         if found.act_fn or not said:
-            self.facts.add("act_fn", act_fn_name(found.act_fn))
+            self.facts.add(act_fn=act_fn_name(found.act_fn))
         return declared
 
     def _mixer(

@@ -377,9 +377,10 @@ class Facts:
         """What is added from now on is said of the model only where its first stack says nothing."""
         self._of_the_first = {name: Counter(each) for name, each in self.counts.items()}, list(self.windows)
 
-    def add(self, name: str, value: object) -> None:
-        """Something that a layer says."""
-        self.counts.setdefault(name, Counter())[value] += 1
+    def add(self, **said: object) -> None:
+        """What a layer says, by the names of the fields."""
+        for name, value in said.items():
+            self.counts.setdefault(name, Counter())[value] += 1
 
     def at_layer(self, index: int) -> None:
         """A layer begins: those before it that have no attention have no window."""
@@ -389,21 +390,18 @@ class Facts:
         """What an attention says, and its declaration with how its scores are seen, and its position bias."""
         own = dict(declared.config_values)
         declared = replace(declared, scores=scores_view(found))
-        self.add("n_heads", found.n_heads)
-        self.add("n_key_value_heads", found.n_key_heads)
-        self.add("d_head", found.d_head)
+        self.add(n_heads=found.n_heads, n_key_value_heads=found.n_key_heads, d_head=found.d_head)
         scaling = self._scaling(found, declared)
-        self.add("attn_scores_soft_cap", scaling.cap)
-        self.add("attn_scale", scaling.by)
+        direction = "causal" if found.is_causal else "bidirectional"
+        self.add(attn_scores_soft_cap=scaling.cap, attn_scale=scaling.by, attention_dir=direction)
         own["attn_scale"] = scaling.by
-        self.add("attention_dir", "causal" if found.is_causal else "bidirectional")
         self.windows.append(window(found))
         biased = scaling.elsewhere is not None and not declared.cross
         if declared.rotary:
             own |= self._add_rotation(found, declared)
             biased = biased and declared.k.latent is None
         elif scaling.alibi is not None or isinstance(declared.scores, AlibiScores):
-            self.add("positional_embedding_type", "alibi")
+            self.add(positional_embedding_type="alibi")
             biased = False
         elif table := find_table(found, self.table):
             declared = replace(declared, position_bias=self._add_table(table))
@@ -427,31 +425,31 @@ class Facts:
 
     def _add_rotation(self, found: FoundAttention, declared: Attention) -> dict[str, object]:
         """What a rotation says of the model; what it says of this attention is returned."""
-        self.add("positional_embedding_type", "rotary")
+        self.add(positional_embedding_type="rotary")
         rotation, own = rotated_dimensions(found), dict[str, object]()
         if declared.k.latent is not None and declared.q.width and declared.k.width:
             own["rotary_dim"] = declared.q.width - declared.k.width  # the last, which all heads share
-            self.add("rotary_dim", own["rotary_dim"])
+            self.add(rotary_dim=own["rotary_dim"])
         elif rotation is not None:
-            self.add("rotary_dim", rotation[0])
             self.exact_rotation |= rotation[2]
             base = rotary_base(found, *rotation[:2])
-            self.add("rotary_base", base)
+            self.add(rotary_dim=rotation[0], rotary_base=base)
             if rotation[2]:
                 own["rotary_dim"] = rotation[0]
             if getattr(self.config, "is_heterogeneous", False):
                 own["rotary_base"] = base
         if rotation is not None:
-            self.add("rotary_adjacent_pairs", rotation[1])
+            self.add(rotary_adjacent_pairs=rotation[1])
         return own
 
     def _add_table(self, table: FoundTable) -> str:
         """What a table of position biases says; where it is, is returned."""
         self.table = table
-        self.add("positional_embedding_type", "relative_positional_bias")
-        self.add("relative_attention_num_buckets", table.buckets)
-        most = getattr(self.config, "relative_attention_max_distance", None)
-        self.add("relative_attention_max_distance", most)
+        self.add(
+            positional_embedding_type="relative_positional_bias",
+            relative_attention_num_buckets=table.buckets,
+            relative_attention_max_distance=getattr(self.config, "relative_attention_max_distance", None),
+        )
         return table.path
 
     def values(self, found: FoundStack, unembed: ModuleCall | None) -> dict[str, object]:
