@@ -449,12 +449,7 @@ def _image(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator)
 
 def _of_image(change: Callable[[Tensor], Tensor]) -> Make:
     """What is made of an image in each row."""
-
-    def make(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
-        image = _image(config, tokens, generator)
-        return None if image is None else change(image)
-
-    return make
+    return lambda *given: None if (image := _image(*given)) is None else change(image)
 
 
 def _tiles_in(config: PreTrainedConfig) -> int:
