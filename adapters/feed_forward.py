@@ -216,13 +216,11 @@ def expert_weight(
         return weight.T
     if every := stacked(experts):
         return every[part][index].mT if part == "W_out" else every[part][index]
-    if part == "W_out":
-        weight = _held(experts, "down_proj")[index]
-        return weight.mT if is_transposed(experts) else weight
-    both = _held(experts, first_projection(experts))[index]
-    if not has_gate(experts):
-        return both.mT if is_transposed(experts) else both
-    return gate_and_up(experts, both.mT if is_transposed(experts) else both, dim=0)[part == "W_in"]
+    held = _held(experts, "down_proj" if part == "W_out" else first_projection(experts))[index]
+    held = held.mT if is_transposed(experts) else held
+    if part == "W_out" or not has_gate(experts):
+        return held
+    return gate_and_up(experts, held, dim=0)[part == "W_in"]
 
 
 def has_bias(experts: nn.Module, part: ExpertPart, declared: Layers | None) -> bool:
