@@ -371,11 +371,8 @@ class SoftmaxByHand:
     """Follows the torch functions of a module from one to the next, and finds the softmax among them."""
 
     _kept: list[Tensor] = field(default_factory=list)  # so that no other tensor takes the place of one
-    _maxima: dict[int, Tensor] = field(default_factory=dict)
-    _exponents: dict[int, Tensor] = field(default_factory=dict)
-    _logarithms: dict[int, Tensor] = field(default_factory=dict)
-    _shares: dict[int, Tensor] = field(default_factory=dict)
-    _totals: dict[int, Tensor] = field(default_factory=dict)
+    #: What each is made of, by what it is (``maximum``, ``exponent``, ``logarithm``, ``share``, ``total``).
+    _made_of: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
     def step(
         self,
@@ -397,32 +394,35 @@ class SoftmaxByHand:
         other = args[1] if len(args) > 1 else None
         if func in _LOGARITHMS:
             x = begins(x)
-            made = func(x, *args[1:], **kwargs)
-            return self._keep(self._logarithms, made, x)
-        if func in _DIFFERENCES and isinstance(other, Tensor) and self._maxima.get(id(other)) is x:
-            return self._keep(self._exponents, func(*args, **kwargs), x)
-        if func in _QUOTIENTS and isinstance(other, Tensor) and self._totals.get(id(other)) is x:
-            return ends(self._shares[id(x)], func(*args, **kwargs))
+            return self._keep("logarithm", func(x, *args[1:], **kwargs), x)
+        if func in _DIFFERENCES and self._of("maximum", other) is x:
+            return self._keep("exponent", func(*args, **kwargs), x)
+        share = self._of("share", x)
+        if func in _QUOTIENTS and share is not None and self._of("total", other) is x:
+            return ends(share, func(*args, **kwargs))
         if func in _EXPONENTIALS:
-            if id(x) in self._logarithms:
-                return ends(self._logarithms[id(x)], func(*args, **kwargs))
-            scores = self._exponents.get(id(x))
-            if scores is not None:
+            if (scores := self._of("logarithm", x)) is not None:
+                return ends(scores, func(*args, **kwargs))
+            if (scores := self._of("exponent", x)) is not None:
                 new = begins(scores)
                 x = x if new is scores else new - new.amax(-1, keepdim=True)
-                return self._keep(self._shares, func(x, *args[1:], **kwargs), new)
+                return self._keep("share", func(x, *args[1:], **kwargs), new)
         made = func(*args, **kwargs)
         if func in _MAXIMA:
             found = made if isinstance(made, Tensor) else made[0]
             if found.ndim == x.ndim and found.shape[-1] == 1:
-                self._keep(self._maxima, found, x)
-        elif func in _SUMS and id(x) in self._shares and made.ndim == x.ndim:
-            self._keep(self._totals, made, x)
+                self._keep("maximum", found, x)
+        elif func in _SUMS and share is not None and made.ndim == x.ndim:
+            self._keep("total", made, x)
         return made
 
-    def _keep(self, known: dict[int, Tensor], made: Tensor, of: Tensor) -> Tensor:
+    def _of(self, what: str, made: object) -> Tensor | None:
+        """What something is made of, where it is this."""
+        return self._made_of.get((what, id(made)))
+
+    def _keep(self, what: str, made: Tensor, of: Tensor) -> Tensor:
         self._kept += [made, of]
-        known[id(made)] = of
+        self._made_of[what, id(made)] = of
         return made
 
 
