@@ -534,7 +534,7 @@ def layout_of(model: nn.Module) -> Layout | None:
         rows_of = tuple(dist.get_process_group_ranks(model.process_group))
         said.append(f"data parallel over {model.process_group.size()} processes, each with rows of its own")
     config = getattr(getattr(core, "config", None), "distributed_config", None)
-    _refuse_stages(core, config)
+    _refuse_stages(config)
     spread = {name: each for name, each in core.named_parameters() if isinstance(each, DTensor)}
     sharded = {name for name, module in core.named_modules() if isinstance(module, FSDPModule)}
     if sharded:
@@ -573,7 +573,7 @@ def refuse_adapters(core: nn.Module) -> None:
         )
 
 
-def _refuse_stages(core: nn.Module, config: Any) -> None:
+def _refuse_stages(config: Any) -> None:
     sizes = {name: getattr(config, f"{name}_size", None) or 1 for name in ("pp", "ep", "tp")}
     instead = "Load it with distributed_config=DistributedConfig(tp_plan='auto'), or in one process"
     if sizes["pp"] > 1:

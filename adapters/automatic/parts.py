@@ -200,7 +200,7 @@ class Parts:
                     out = producer, producer.entered
         linear = self._matrices(start, producer) or self._makers(total.start, producer)
         softmaxes = self.recording.softmaxes_between(start, producer.end)
-        owner = self._owner(producer, linear, softmaxes, start)
+        owner = self._owner(producer, linear, softmaxes)
         part = FoundPart(owner, out, producer, None, post, linear, softmaxes, total.before, start)
         part.inside = [call for call in self.inside if owner is not None and owner.holds(call) and call is not owner]
         self._find_reading(part, total)
@@ -236,7 +236,7 @@ class Parts:
         ]  # fmt: skip
 
     def _owner(
-        self, producer: ModuleCall, calls: Sequence[ModuleCall], softmaxes: Sequence[Softmax], start: int
+        self, producer: ModuleCall, calls: Sequence[ModuleCall], softmaxes: Sequence[Softmax]
     ) -> ModuleCall | None:
         """The tightest call inside the block around all of a part."""
         around = [

@@ -217,7 +217,6 @@ class Softmax:
         scores: what entered it, in the graph.
         pattern: what left it.
         query, key: the factors of the product that the scores are made from, ``[batch, head, pos, d]``, where seen.
-        fused: it was inside of `scaled_dot_product_attention`.
     """
 
     time: int
@@ -226,7 +225,6 @@ class Softmax:
     pattern: Tensor
     query: Tensor | None
     key: Tensor | None
-    fused: bool
 
     def factor(self, letter: str) -> Tensor | None:
         """The queries (``q``), or else the keys."""
@@ -691,7 +689,7 @@ class AttentionRecorder(SeesAttention):
         if not isinstance(out, Tensor):
             return out
         scores = args[0] if args else kwargs["input"]
-        self._add(scores, out, self.products if out.ndim > 1 else [], fused=False)
+        self._add(scores, out, self.products if out.ndim > 1 else [])
         if out.ndim > 1:
             self.products = []
         return out.detach() if out.ndim > 2 else out
@@ -707,17 +705,17 @@ class AttentionRecorder(SeesAttention):
 
     def ends(self, scores: Tensor, pattern: Tensor) -> Tensor:
         """A softmax by hand has ended."""
-        self._add(scores, pattern, self.products, fused=False)
+        self._add(scores, pattern, self.products)
         self.products, self.by_hand = [], None
         return pattern.detach()
 
-    def _add(self, scores: Tensor, pattern: Tensor, products: list[tuple[Tensor, Tensor]], *, fused: bool) -> None:
+    def _add(self, scores: Tensor, pattern: Tensor, products: list[tuple[Tensor, Tensor]]) -> None:
         running = self.recorder.running
         queries, keys = scores.shape[-2:] if scores.ndim > 1 else (0, 0)
         fitting = [(q, k) for q, k in products if q.shape[-2] == queries and keys - k.shape[-2] in (0, 1)]
         query, key = fitting[-1] if fitting else (None, None)
         path, time = running[-1].path if running else "", self.recorder.tick()
-        self.recording.softmaxes.append(Softmax(time, path, scores, pattern.detach().clone(), query, key, fused))
+        self.recording.softmaxes.append(Softmax(time, path, scores, pattern.detach().clone(), query, key))
 
     def scaled_dot_product(self, kernel: Callable[..., Tensor], given: KernelArguments) -> Tensor:
         """Computes in full what the kernel would."""
@@ -726,7 +724,7 @@ class AttentionRecorder(SeesAttention):
             attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
         scores = scores_of(query, key, query.shape[-1] ** -0.5 if scale is None else scale, mask=attn_mask)
         pattern = pattern_of(scores)
-        self._add(scores, pattern, [(query, per_head(key, query.shape[1]))], fused=True)
+        self._add(scores, pattern, [(query, per_head(key, query.shape[1]))])
         return result_of(pattern.detach(), value)
 
 
