@@ -10,7 +10,7 @@ from adapters.norms import Norm
 from adapters.observe.gradients import by_position, either, gradients_of_scores, gradients_of_z
 from adapters.observe.observe import ModuleCall
 from adapters.points import module_path
-from adapters.proofs.evidence import RANDOMIZED, Evidence, Findings, LayerStep, like
+from adapters.proofs.evidence import RANDOMIZED, Evidence, Findings, LayerStep
 from adapters.views import Biased, Call, Heads, View
 
 WRITTEN = "what is written at a hook point is read there, at every position and of every size"
@@ -254,23 +254,6 @@ def _columns(mask: Tensor) -> str:
     if not found:
         return "no column"
     return f"columns {found[0]} to {found[-1]}" if found[-1] - found[0] == len(found) - 1 else f"columns {found[:6]}..."
-
-
-def prove_latents(evidence: Evidence, findings: Findings, claim: str, place: LayerStep, part: Attention) -> None:
-    """Each declared latent is what the projection made from it reads.
-
-    Args:
-        evidence: a run with randomized activations.
-        findings: what is found is added to it, under the claim.
-        claim: its name.
-        place, part: the attention.
-    """
-    for each in (part.q, part.k, part.v):
-        path, reader = each.latent.path if each.latent else "", each.path
-        if not path:
-            continue
-        made, read = evidence.made(place.module, path), evidence.entered(place.module, reader)
-        findings.equal(claim, f"{place.part}({path}, read by {reader})", made, like(read, made))
 
 
 def clipped(made: Tensor | None, part: Attention) -> Tensor | None:

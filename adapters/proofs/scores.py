@@ -28,8 +28,8 @@ from adapters.inputs import repeated, split
 from adapters.linear import materialized
 from adapters.norms import Norm
 from adapters.points import join
-from adapters.proofs.evidence import Evidence, Findings, LayerStep, NamedHook
-from adapters.proofs.projections import clipped, normed, prove_latents
+from adapters.proofs.evidence import Evidence, Findings, LayerStep, NamedHook, like
+from adapters.proofs.projections import clipped, normed
 from adapters.views import Affine, AlibiScores
 
 SCORES = "scores are queries times keys, with the declared norms, rotation, scale, cap and bias"
@@ -247,7 +247,7 @@ class _Attention:
         for letter in "qk" if self.part.rotary != "first" else "":
             if letter in self.part.projections:
                 self._norm_reads(letter)
-        prove_latents(self.evidence, self.findings, SCORES, self.place, self.part)
+        self._latents_are_read()
         scores, pattern, v, z = map(self.get, ("attn_scores", "pattern", "v", "z"))
         v, known = clipped(v, self.part), bool(self.part.o)
         if q is None or k is None or scores is None or pattern is None or (known and (v is None or z is None)):
@@ -407,6 +407,15 @@ class _Attention:
         ratio = float(sizes[0].norm() / sizes[1].norm()) if q.shape[-1] > width else 1.0
         self.findings.equal(SCORES, f"{at}hook_rot_q", sizes[0], sizes[1] * ratio)
         return bool((turned_q != q).any())
+
+    def _latents_are_read(self) -> None:
+        """Each declared latent is what the projection made from it reads."""
+        module = self.place.module
+        for each in (self.part.q, self.part.k, self.part.v):
+            if each.latent and (path := each.latent.path):
+                made, read = self.evidence.made(module, path), self.evidence.entered(module, each.path)
+                at = f"{self.place.part}({path}, read by {each.path})"
+                self.findings.equal(SCORES, at, made, like(read, made))
 
     def _is_factor(self, factor: Tensor) -> bool:
         """Whether queries are multiplied with something, which no declaration says; it is then said."""
