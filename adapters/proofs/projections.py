@@ -254,24 +254,3 @@ def _columns(mask: Tensor) -> str:
     if not found:
         return "no column"
     return f"columns {found[0]} to {found[-1]}" if found[-1] - found[0] == len(found) - 1 else f"columns {found[:6]}..."
-
-
-def clipped(made: Tensor | None, part: Attention) -> Tensor | None:
-    """Queries, keys or values behind the clamp that their attention has."""
-    return made if made is None or part.clip is None else made.clamp(-part.clip, part.clip)
-
-
-def normed(evidence: Evidence, place: LayerStep, part: Attention, letter: str) -> Tensor | None:
-    """Queries or keys behind their norm, where they have one."""
-    place, norm = place.makes(letter), {"q": part.q, "k": part.k, "v": part.v}[letter].norm
-    made = evidence.get(f"{place.part}hook_{letter}")
-    if norm is None or made is None or part.rotary == "first":
-        return clipped(made, part)
-    result = evidence.made(place.module, norm.path)
-    if result is None:
-        return None
-    if part.norms_over == "heads first":
-        result = result.transpose(1, 2)
-    if result.numel() != made.numel():
-        return None
-    return clipped(result.reshape(made.shape), part) if part.clips_normed else result.reshape(made.shape)

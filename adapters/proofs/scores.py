@@ -29,7 +29,6 @@ from adapters.linear import materialized
 from adapters.norms import Norm
 from adapters.points import join
 from adapters.proofs.evidence import Evidence, Findings, LayerStep, NamedHook, like
-from adapters.proofs.projections import clipped, normed
 from adapters.views import Affine, AlibiScores
 
 SCORES = "scores are queries times keys, with the declared norms, rotation, scale, cap and bias"
@@ -243,13 +242,13 @@ class _Attention:
     def prove(self, biases: dict[str, Tensor]) -> bool:
         """Whether queries and keys are rotated here."""
         at = self.place.part
-        q, k = (normed(self.evidence, self.place, self.part, letter) for letter in "qk")
+        q, k = map(self._normed, "qk")
         for letter in "qk" if self.part.rotary != "first" else "":
             if letter in self.part.projections:
                 self._norm_reads(letter)
         self._latents_are_read()
         scores, pattern, v, z = map(self.get, ("attn_scores", "pattern", "v", "z"))
-        v, known = clipped(v, self.part), bool(self.part.o)
+        v, known = self._clipped(v), bool(self.part.o)
         if q is None or k is None or scores is None or pattern is None or (known and (v is None or z is None)):
             names = [f"{at}hook_{each}" for each in ("q", "k", "attn_scores", "pattern", "v", "z")]
             if left := [name for name in names if self.findings.is_left_out(name)]:
@@ -408,6 +407,25 @@ class _Attention:
         self.findings.equal(SCORES, f"{at}hook_rot_q", sizes[0], sizes[1] * ratio)
         return bool((turned_q != q).any())
 
+    def _clipped(self, made: Tensor | None) -> Tensor | None:
+        """Queries, keys or values behind the clamp that their attention has."""
+        clip = self.part.clip
+        return made if made is None or clip is None else made.clamp(-clip, clip)
+
+    def _normed(self, letter: str) -> Tensor | None:
+        """Queries or keys behind their norm, where they have one."""
+        place, norm = self.place.makes(letter), (self.part.q if letter == "q" else self.part.k).norm
+        made = self.get(letter)
+        if norm is None or made is None or self.part.rotary == "first":
+            return self._clipped(made)
+        result = self.evidence.made(place.module, norm.path)
+        if result is not None and self.part.norms_over == "heads first":
+            result = result.transpose(1, 2)
+        if result is None or result.numel() != made.numel():
+            return None
+        result = result.reshape(made.shape)
+        return self._clipped(result) if self.part.clips_normed else result
+
     def _latents_are_read(self) -> None:
         """Each declared latent is what the projection made from it reads."""
         module = self.place.module
@@ -481,7 +499,7 @@ class _Attention:
         if norm is None:
             return
         made, at = self.get(letter), f"{self.place.part}{letter}_norm"
-        made = made if self.part.clips_normed else clipped(made, self.part)
+        made = made if self.part.clips_normed else self._clipped(made)
         entered = self.evidence.entered(self.place.module, norm.path)
         over = 0 if entered is None else entered.shape[-1]
         if entered is not None and made is not None and self.part.norms_over == "heads first":
