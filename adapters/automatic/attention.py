@@ -472,11 +472,6 @@ class FoundAttention:
         wider = "q" in self.found and len(self.found["q"][1][0]) > len(self.found["k"][1][0])
         return wider and not self.rotated()
 
-    def norm_of(self, letter: str) -> Norm | None:
-        """The norm of queries, keys or values."""
-        found = self._norm(letter)
-        return found and found[0]
-
     def made_by(self, letter: str) -> ModuleCall:
         """The call that left queries, keys or values: their norm's, or else their projection's."""
         found = self._norm(letter)
