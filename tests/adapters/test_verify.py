@@ -8,7 +8,7 @@ import torch
 
 from adapters import verify
 from adapters.proofs.scores import PATTERN, VALUES
-from adapters.views import SinkPattern, View
+from adapters.views import SinkPattern, View, WriteThrough
 from bridge import TransformerBridge
 from tests.adapters.by_hand.families import tiny as mixture
 from tests.conftest import FAMILIES, tiny
@@ -106,6 +106,22 @@ def test_a_view_that_does_not_write_back_what_it_read_is_noticed():
     bridge = TransformerBridge(tiny("gpt2"))
     change(bridge, "blocks.0.hook_mlp_out", view=Off())
     assert failing(bridge) == ["writing back what was read changes nothing"]
+
+
+def test_a_view_is_not_the_identity_where_it_shows_something_else():
+    class Doubled(View):
+        def get(self, x, call):
+            return 2 * x
+
+        def put(self, x, new, call):
+            return new / 2
+
+    bridge, tokens = TransformerBridge(tiny("gpt2")), torch.tensor([[3, 5, 8]])
+    _, plain = bridge.run_with_cache(tokens)
+    change(bridge, "blocks.0.hook_mlp_out", view=Doubled())
+    _, seen = bridge.run_with_cache(tokens)
+    assert torch.equal(seen["blocks.0.hook_mlp_out"], 2 * plain["blocks.0.hook_mlp_out"])
+    assert View().identity and WriteThrough().identity and not Doubled().identity
 
 
 def test_a_pattern_that_hides_what_sinks_take_is_noticed():
