@@ -402,8 +402,8 @@ class _Inference:
         attends = [s for s in part.softmaxes if s.scores.ndim in (3, 4) and s.scores.shape[-2] > 1]
         mixes = self._mixes(part)
         if behind := self._mixer_behind(part, attends):  # what it adds is no attention's
-            part.missing["entry"] = note["entry"] = f"{behind.out[0].path} and an attention before it read the stream"
-            note["attn"] = f"what it makes is not added to the stream: {behind.out[0].path} reads it"
+            part.missing["entry"] = note["entry"] = f"{behind.out.path} and an attention before it read the stream"
+            note["attn"] = f"what it makes is not added to the stream: {behind.out.path} reads it"
             return self._with_attention(self._mixer(behind, norms, block, note), part, norms, block, note)
         try:
             if attends and mixes is not False:
@@ -429,7 +429,7 @@ class _Inference:
 
     def _mixer_behind(self, part: FoundPart, attends: Sequence[Softmax]) -> FoundPart | None:
         """What adds to the stream, where that mixes positions itself, behind all softmaxes of its part (Zamba 2)."""
-        last = part.out[0]
+        last = part.out
         if not attends or last.is_leaf or any(last.start < each.time < last.end for each in attends):
             return None
         alone = replace(part, owner=last, softmaxes=[])
@@ -534,7 +534,7 @@ class _Inference:
 
 def _step(declared: Part, part: FoundPart, total: Sum, term: Addend, norms: Norms, block: ModuleCall) -> Step:
     """The residual step of a part, which its block computes one after the other."""
-    (out, seen), post, at = part.out, _inside(part.post, block), partial(relative, base=block.path)
+    post, at = _inside(part.post, block), partial(relative, base=block.path)
     entry = None if part.entry is None else at(part.entry.path)
     if isinstance(declared, Mixer):
         outside = at(part.reader.path) if part.reader and not part.owner else None
@@ -547,8 +547,8 @@ def _step(declared: Part, part: FoundPart, total: Sum, term: Addend, norms: Norm
         residual_transform=total.residual_transform if term is total.terms[0] else (),
         residual_sum_module=None if total.sum_module is None else at(total.sum_module.path),
         mix=total.mix and replace(total.mix, path=at(total.mix.path)),
-        out=None if at(out.path) == declared.path else at(out.path),
-        out_element=seen.key or 0,
+        out=None if at(part.out.path) == declared.path else at(part.out.path),
+        out_element=part.added.key or 0,
         entry=entry,
     )
 

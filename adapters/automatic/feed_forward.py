@@ -352,8 +352,8 @@ class FoundExperts:
         last = [c for c in inside if c.returned.mark == call.returned.mark]
         if not last:
             raise NotFound(f"what {call.path} puts out is not what a linear layer of it does")
-        matrices, ends = [c for c in inside if c is not last[-1]], (call, call.returned)
-        of_call = FoundPart(call, ends, last[-1], None, None, matrices, [], self.part.reads, call.start)
+        matrices = [c for c in inside if c is not last[-1]]
+        of_call = FoundPart(call, call, call.returned, last[-1], None, None, matrices, [], self.part.reads, call.start)
         found = FoundMLP(of_call, base, self.config, {}, {})
         mlp = found.declare()
         return replace(mlp, up=replace(mlp.up, width=None)), found

@@ -83,7 +83,8 @@ class FoundPart:
 
     Attributes:
         owner: the tightest call around what it computes; None where that is the block itself.
-        out: the call whose output is added (or, with `post`, enters the norm), and that output.
+        out: the call whose output is added (or, with `post`, enters the norm).
+        added: that output.
         producer: the innermost call that puts it out.
         pre, post: the norms that it reads and writes through, with their paths from the model.
         calls: of modules without parts of their own that multiply with a matrix, in order, without `producer`.
@@ -97,7 +98,8 @@ class FoundPart:
     """
 
     owner: ModuleCall | None
-    out: tuple[ModuleCall, BorderTensor]
+    out: ModuleCall
+    added: BorderTensor
     producer: ModuleCall
     pre: Norm | None
     post: Norm | None
@@ -109,11 +111,6 @@ class FoundPart:
     inside: list[ModuleCall] = field(default_factory=list)
     reader: ModuleCall | None = None
     entry: ModuleCall | None = None
-
-    @property
-    def added(self) -> BorderTensor:
-        """What is added."""
-        return self.out[1]
 
 
 def values_in(block: ModuleCall, recording: Recording) -> dict[Mark, Value]:
@@ -201,7 +198,7 @@ class Parts:
         linear = self._matrices(start, producer) or self._makers(total.start, producer)
         softmaxes = self.recording.softmaxes_between(start, producer.end)
         owner = self._owner(producer, linear, softmaxes)
-        part = FoundPart(owner, out, producer, None, post, linear, softmaxes, total.before, start)
+        part = FoundPart(owner, *out, producer, None, post, linear, softmaxes, total.before, start)
         part.inside = [call for call in self.inside if owner is not None and owner.holds(call) and call is not owner]
         self._find_reading(part, total)
         return part
@@ -323,7 +320,7 @@ def mixes_positions(
     except NotFound as no_gradient:
         if part.softmaxes:
             return None
-        again = rerun(part.owner, part.out[0]) if part.owner else None
+        again = rerun(part.owner, part.out) if part.owner else None
         if again is not None and again.shape == made.shape:
             before = part.added.value.select(positions, last)
             changed = (again.select(positions, last) - before).abs()

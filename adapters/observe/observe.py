@@ -29,7 +29,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -564,18 +564,19 @@ class CallRecorder:
 
 
 class Watch(TorchFunctionMode):
-    """Sees the torch functions that modules call while it is active.
-
-    Args:
-        instead: what is called in place of each of them, with it and its arguments; None: a subclass says it (`call`).
-    """
+    """Sees the torch functions that modules call while it is active; `instead` or a subclass says what is done."""
 
     #: The functions that `call` does something about; None: it is asked about all.
     looked_at: Collection[Function] | None = None
+    #: What is called in place of each of them, with it and its arguments; None: a subclass says it (`call`).
+    instead: Callable[[Function, Args, Kwargs], Any] | None = None
 
-    def __init__(self, instead: Callable[[Function, Args, Kwargs], Any] | None = None) -> None:
-        super().__init__()
-        self._instead = instead
+    @classmethod
+    def calling(cls, instead: Callable[[Function, Args, Kwargs], Any]) -> Self:
+        """One that calls something in place of each function."""
+        made = cls()
+        made.instead = instead
+        return made
 
     @property
     def in_user_function(self) -> bool:
@@ -592,9 +593,9 @@ class Watch(TorchFunctionMode):
 
     def call(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """Calls a function of the module's, or does something else in its place."""
-        if self._instead is None:
+        if self.instead is None:
             raise NotImplementedError
-        return self._instead(func, args, kwargs)
+        return self.instead(func, args, kwargs)
 
 
 #: What attention is recognised by: all other functions of a module go by.

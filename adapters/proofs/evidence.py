@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from adapters.architecture import Architecture, Block, NamedStep, Stack, Step
+from adapters.architecture import Architecture, NamedStep, Stack, Step
 from adapters.attention import Attention
 from adapters.config import ModelConfig, config_of
 from adapters.inputs import Given, accepted_by, arguments_of, split, with_required_inputs
@@ -313,11 +313,6 @@ class LayerStep:
     named: NamedStep
 
     @property
-    def block(self) -> Block:
-        """What its block looks like."""
-        return self.stack.block_at(self.layer)
-
-    @property
     def step(self) -> Step:
         """Its declaration."""
         return self.named.step
@@ -382,11 +377,6 @@ class Evidence:
     def architecture(self) -> Architecture:
         """The declaration."""
         return self.bridge.architecture
-
-    @property
-    def cfg(self) -> ModelConfig:
-        """The facts."""
-        return self.bridge.cfg
 
     def module(self, *parts: str) -> nn.Module:
         """The module at a path."""
@@ -543,7 +533,7 @@ def few_tokens(bridge: Bridge, step: int) -> AbstractContextManager[object]:
         bias = args[2]
         return func(args[0], args[1][::step], None if bias is None else bias[::step])
 
-    return nullcontext() if layer is None else Watch(some_rows)
+    return nullcontext() if layer is None else Watch.calling(some_rows)
 
 
 def _output_layer(bridge: Bridge) -> nn.Linear | None:

@@ -36,7 +36,7 @@ def prove_facts(evidence: Evidence, findings: Findings) -> None:
         findings: what is found is added to it.
     """
     findings.claim(FACTS)
-    cfg = evidence.cfg
+    cfg = evidence.bridge.cfg
     for name, seen in (*_sizes(evidence), *_forms(evidence)):
         said = getattr(cfg, name)
         findings.holds(FACTS, f"cfg.{name}", said == seen, f"it says {said!r}, and the model has {seen!r}")
@@ -71,7 +71,7 @@ _SIZES = {
 
 
 def _sizes(evidence: Evidence) -> Iterator[tuple[str, object]]:
-    cfg, model = evidence.cfg, evidence.bridge.original_model
+    cfg, model = evidence.bridge.cfg, evidence.bridge.original_model
     first = evidence.architecture.stack
     sized = any(_has_own_sizes(place.step.part) for place in evidence.places())
     sized = sized or any(map(_has_own_sizes, (part for _, part in evidence.attentions())))
@@ -108,7 +108,7 @@ def _tied(evidence: Evidence, table: Tensor | None) -> bool:
     """One tensor is both the embedding and the unembedding; without an unembedding, what the configuration says."""
     model, path = evidence.bridge.original_model, evidence.from_model("." + evidence.architecture.readout.path)
     if not evidence.architecture.readout.path or not has_module(model, path):
-        return evidence.cfg.tie_word_embeddings
+        return evidence.bridge.cfg.tie_word_embeddings
     weight = getattr(model.get_submodule(path), "weight", None)
     tables = [table]
     for stack in evidence.stacks():
@@ -125,7 +125,7 @@ def _ungated_experts(evidence: Evidence) -> bool:
 
 def _forms(evidence: Evidence) -> Iterator[tuple[str, object]]:
     """What the steps say, which are proved themselves."""
-    architecture, cfg = evidence.architecture, evidence.cfg
+    architecture, cfg = evidence.architecture, evidence.bridge.cfg
     blocks = _blocks(evidence, architecture)
     parts = [step.part for block in blocks for step in block.steps]
     attentions = [part for _, part in evidence.attentions() if part.projections]
@@ -164,7 +164,7 @@ def _blocks(evidence: Evidence, architecture: Architecture) -> list[Block]:
 def _norm_type(evidence: Evidence) -> str | None:
     """The name of the first norm's kind; a native model adds whether its norms have weights."""
     kind = evidence.architecture.norm_kind
-    name, said = kind.name if kind else None, evidence.cfg.normalization_type
+    name, said = kind.name if kind else None, evidence.bridge.cfg.normalization_type
     if name and said == f"{name}Pre":
         norms = [place.step.pre for place in evidence.places() if place.step.pre]
         call = evidence.call(next(evidence.places()).path, norms[0].path) if norms else None
@@ -174,9 +174,9 @@ def _norm_type(evidence: Evidence) -> str | None:
 
 
 def _epsilon(evidence: Evidence, findings: Findings) -> None:
-    cfg = evidence.cfg
+    cfg = evidence.bridge.cfg
     for place in evidence.places():
-        norm = place.block.norm or next(iter(place.step.norms), None)
+        norm = place.stack.block_at(place.layer).norm or next(iter(place.step.norms), None)
         call = evidence.call(place.path, norm.path) if norm and norm.kind.name else None
         if norm is not None and call is not None:
             seen = norm.kind.epsilon(call.module)
@@ -196,7 +196,7 @@ def _lengths(config: PreTrainedConfig) -> set[int]:
 
 def _positions(evidence: Evidence, findings: Findings) -> None:
     """Learned positions: as many as the model has, but for those that it puts before the first."""
-    architecture, cfg, model = evidence.architecture, evidence.cfg, evidence.bridge.original_model
+    architecture, cfg, model = evidence.architecture, evidence.bridge.cfg, evidence.bridge.original_model
     if architecture.embedding.positions and cfg.n_ctx is not None:
         call = evidence.call(evidence.base, architecture.embedding.positions)
         table = getattr(call.module, "weight", None) if call else None
@@ -329,7 +329,7 @@ def _roles(place: LayerStep) -> Iterator[str]:
     """The layers and norms that have a part of their own to play."""
     step, part = place.step, place.step.part
     yield from (join(place.module, path) for path in part.submodules.values() if path)
-    first = place.block.norm
+    first = place.stack.block_at(place.layer).norm
     yield from (join(place.path, norm.path) for norm in (*step.norms, *((first,) if first else ())))
 
 
@@ -390,7 +390,7 @@ def _computes(path: str, calls: Calls) -> str:
 def _is_activation(evidence: Evidence, places: list[LayerStep], path: str) -> bool:
     """Whether a softmax is that of an activation function, which `act(pre) = post` speaks of."""
     mlps = [place.module for place in places if isinstance(place.step.part, MLP)]
-    solu = (evidence.cfg.act_fn or "").startswith("solu")
+    solu = (evidence.bridge.cfg.act_fn or "").startswith("solu")
     return solu and is_inside(path, *mlps)
 
 

@@ -54,13 +54,13 @@ def _mlp(evidence: Evidence, findings: Findings, prefix: str, part: MLP, module:
     if part.ln is not None:
         normed = evidence.made(module, part.ln.path)
         findings.equal(GATED, f"{prefix}hook_post", evidence.get(f"{prefix}hook_post"), normed)
-    own, act_fn = evidence.module(module), evidence.cfg.act_fn
+    own, act_fn = evidence.module(module), evidence.bridge.cfg.act_fn
     _post(evidence, findings, f"{prefix}hook_post", part.neurons(pre, linear, own, act_fn, _config(evidence)), post)
 
 
 def _post(evidence: Evidence, findings: Findings, at: str, expected: Tensor | None, post: Tensor) -> None:
     if expected is None:
-        act_fn = evidence.cfg.act_fn
+        act_fn = evidence.bridge.cfg.act_fn
         cure = "say config_values={'act_fn': ...}, or MLP.activation"
         findings.holds(GATED, f"cfg.act_fn ({at})", False, f"act_fn={act_fn!r} is no function that is known: {cure}")
     else:
@@ -73,13 +73,13 @@ def _config(evidence: Evidence) -> PreTrainedConfig:
 
 def _experts(evidence: Evidence, findings: Findings, place: LayerStep) -> None:
     used = 0
-    for e in range(evidence.cfg.num_experts or 0):
+    for e in range(evidence.bridge.cfg.num_experts or 0):
         prefix = f"{place.part}experts.{e}."
         gate, pre, post = (evidence.get(f"{prefix}hook_{name}") for name in ("gate", "pre", "post"))
         if pre is not None and post is not None and len(post):
             used += 1
             entered, linear = (pre, None) if gate is None else (gate, pre)
-            made = activated(evidence.cfg.act_fn, entered, linear, _config(evidence))
+            made = activated(evidence.bridge.cfg.act_fn, entered, linear, _config(evidence))
             _post(evidence, findings, f"{prefix}hook_post", made, post)
     findings.holds(GATED, f"{place.part}experts", used > 0, "no expert ran")
 
@@ -158,7 +158,7 @@ class _Mixture:
         """Each expert is a module of a list: the rows that it is given say which tokens it was sent."""
         at = self.place.part
         given: list[list[tuple[Tensor, Tensor]]] = []
-        for e in range(self.evidence.cfg.num_experts or 0):
+        for e in range(self.evidence.bridge.cfg.num_experts or 0):
             rows, post = (self.evidence.get(f"{at}experts.{e}.hook_{name}") for name in ("in", "post"))
             given.append([])
             if rows is not None and post is not None:
@@ -206,7 +206,7 @@ class _Mixture:
             self.findings.inconclusive(CHOICE, f"{at}: what it returns is not seen")
             return
         total = torch.zeros_like(added.flatten(0, 1), dtype=torch.float64)
-        for e in range(self.evidence.cfg.num_experts or 0):
+        for e in range(self.evidence.bridge.cfg.num_experts or 0):
             post = self.evidence.get(f"{at}experts.{e}.hook_post")
             if post is None:
                 continue
@@ -283,7 +283,7 @@ def _declared(evidence: Evidence) -> Iterator[tuple[str, Norm]]:
             yield evidence.from_model(head.norm.path), head.norm
     for place in evidence.places():
         step = place.step
-        block = place.block
+        block = place.stack.block_at(place.layer)
         if block.norm and place.named is block.named[0]:
             yield join(place.path, block.norm.path), block.norm
         yield from ((join(place.path, n.path), n) for n in step.norms)

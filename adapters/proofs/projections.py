@@ -240,7 +240,7 @@ class _Columns:
         rows = by_position(output, self.batch, pos)
         if rows is None:
             return None
-        view, cfg = hook.point.view, self.evidence.cfg
+        view, cfg = hook.point.view, self.evidence.bridge.cfg
         if self.normed(letter):
             view = Heads(cfg.n_heads if letter == "q" else cfg.n_kv_heads)
         shown = _seen_through(view, _numbered(rows), call)

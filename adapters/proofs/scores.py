@@ -216,7 +216,7 @@ def prove_attention(evidence: Evidence, findings: Findings) -> None:
         rotated = proof.prove(biases)
         if part.rotary:
             rotates.append((place.stack.name, rotated))
-    cfg = evidence.cfg
+    cfg = evidence.bridge.cfg
     attends = any(part.projections for _, part in evidence.attentions())
     if attends and "attention_mask" not in evidence.more:
         if cfg.positional_embedding_type == "relative_positional_bias":
@@ -231,7 +231,7 @@ def prove_attention(evidence: Evidence, findings: Findings) -> None:
 class _Attention:
     def __init__(self, evidence: Evidence, findings: Findings, place: LayerStep, part: Attention) -> None:
         self.evidence, self.findings, self.place, self.part = evidence, findings, place, part
-        self.cfg = evidence.cfg
+        self.cfg = evidence.bridge.cfg
         types = self.cfg.attn_types
         self.padded = "attention_mask" in evidence.more
         self.local = bool(types and self.cfg.use_local_attn and types[place.layer] == "local")

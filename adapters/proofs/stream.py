@@ -283,7 +283,7 @@ def _unembedded(evidence: Evidence, findings: Findings, stream: Tensor | None) -
 def _logits(evidence: Evidence, findings: Findings) -> None:
     """The logits are what the output layer puts out, as the readout and `cfg` say."""
     readout, made, seen = evidence.architecture.readout, evidence.get("unembed.hook_out"), evidence.output
-    cap = evidence.cfg.output_logits_soft_cap
+    cap = evidence.bridge.cfg.output_logits_soft_cap
     said = cap if cap > 0 else None
     same = said == readout.soft_cap
     findings.holds(LOGITS, "cfg.output_logits_soft_cap", same, f"it says {cap}, and the declaration {readout.soft_cap}")
@@ -331,7 +331,7 @@ def prove_streams(evidence: Evidence, findings: Findings) -> None:
 
 def _sum(evidence: Evidence, findings: Findings, place: LayerStep) -> None:
     """Each stream is the one before it and what the steps between them add; the sum is the claim's name."""
-    steps = place.block.named
+    steps = place.stack.block_at(place.layer).named
     mix, kept = place.step.mix, _keeps(place)
     names = [place.named.onto, *(f"hook_{n.name}_out" for n in steps if n.after == place.named.after)]
     left = " + ".join(name.removeprefix("hook_") for name in names)
@@ -359,13 +359,13 @@ def _sum(evidence: Evidence, findings: Findings, place: LayerStep) -> None:
 
 def _keeps(place: LayerStep) -> bool:
     """Whether a step is the first of a block that mixes its streams itself, or parallel to that."""
-    first = place.block.named[0]
+    first = place.stack.block_at(place.layer).named[0]
     return first.step.mix is not None and first.step.mix.by_block and place.named.before == first.before
 
 
 def _kept_streams(evidence: Evidence, place: LayerStep) -> Tensor | None:
     """The streams as a block that mixes them itself works on them."""
-    first = place.block.named[0]
+    first = place.stack.block_at(place.layer).named[0]
     keep, streams = (evidence.get(f"{place.prefix}{x}") for x in (f"hook_{first.name}_keep", "hook_resid_pre"))
     return None if keep is None or streams is None else Mix.kept(streams.double(), keep)
 

@@ -146,7 +146,7 @@ class NamedArguments(nn.Module):
         tokens = given.pop("input_ids", None)
         if self._format == "dynamo":  # attention stays torch's own
             return self._run(tokens, inputs, given)
-        others = Watch(in_other_words) if self._format == "executorch" else nullcontext()
+        others = Watch.calling(in_other_words) if self._format == "executorch" else nullcontext()
         with attention_as_called(self._attention), others:
             return self._run(tokens, inputs, given)
 

@@ -88,7 +88,7 @@ class HookedTransformer(LegacyModel):
             if not config.init_weights:
                 return NativeModel(native)
             native.init_weights = False
-            with Watch(_nothing_is_drawn):
+            with Watch.calling(_nothing_is_drawn):
                 model = NativeModel(native)
         native.init_weights = True
         return model

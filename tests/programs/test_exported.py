@@ -73,7 +73,7 @@ def test_executorch_is_told_in_other_words_what_it_gets_wrong():
 
     class Told(Calls):
         def forward(self, x: Tensor) -> list[Tensor]:
-            with Watch(in_other_words):
+            with Watch.calling(in_other_words):
                 return super().forward(x)
 
     x = torch.randn(2, 5, 13)
