@@ -41,6 +41,7 @@ from adapters.feed_forward import MLP, MoE, mixture_points, mlp_points
 from adapters.mixers import Mixer, functions_of, mixer_points
 from adapters.norms import Norm, SharedNormInput, norm_points
 from adapters.points import (
+    Border,
     Group,
     MoreOfPoint,
     Point,
@@ -331,7 +332,7 @@ class BlockBuilder:
         self.points = PointList(f"{stack.name}.{index}", index, stack.name, stack.pos)
         #: Where the batch size of rows ``(batch pos)`` is seen.
         first, self.exit = self.block.ends or ("", "")
-        self.rows = (self._into(first),)
+        self.rows = (self._site("input", first),)
 
     def build(self) -> list[Point]:
         """The points, in the order of the computation."""
@@ -358,13 +359,9 @@ class BlockBuilder:
         points = batch_first(points) if self.stack.positions_first else points
         return list(map(_renamed, points)) if self.stack.one_of_two else points
 
-    def _into(self, *parts: str) -> Site:
-        """What a module of the block is given."""
-        return Site(join(self.path, *parts), "input")
-
-    def _out_of(self, *parts: str) -> Site:
-        """What it returns."""
-        return Site(join(self.path, *parts), "output")
+    def _site(self, kind: Border, *parts: str) -> Site:
+        """What a module of the block is given, or what it returns."""
+        return Site(join(self.path, *parts), kind)
 
     def _add(self, flat: bool, name: str, site: Site, view: View | None = None, **more: Unpack[MoreOfPoint]) -> None:
         """Adds a point of the shape of the stream, whose site holds ``(batch pos)`` rows in a flat part."""
@@ -392,20 +389,20 @@ class BlockBuilder:
         """
         part = step.part
         if path := step.entry or part.path:
-            return self._into(path)
+            return self._site("input", path)
         readers = step.readers
         if len(readers) > 1:
             raise ValueError(
                 f"a part of {self.path} has no module of its own, and {' and '.join(readers)} read its input: there is "
                 "no one place where it enters. Give it a norm of its own, or a path"
             )
-        return self._into(readers[0])
+        return self._site("input", readers[0])
 
     def _add_reading(self, named: NamedStep) -> None:
         """From the stream to what the part reads: the stream between two steps, the part's own input, the norm."""
         step, part = named.step, named.step.part
         flat = isinstance(part, MLP) and part.flat
-        entry = self._into(step.pre.path) if step.pre else None
+        entry = self._site("input", step.pre.path) if step.pre else None
         if step.mix:
             self._add_mix(named, step.mix)
         elif named.first and named.before.startswith("hook_resid_mid") and not self._is_put_out(named.before):
@@ -414,7 +411,7 @@ class BlockBuilder:
             reads_alone = feeds_forward(part) or (isinstance(part, Mixer) and part.mixes)
             if reads_alone and not named.before.endswith("hook_out"):
                 mixed = step.mix is not None and step.mix.by_block  # it reads what the block makes of the streams
-                own = self._into(step.readers[0]) if mixed else self._entry(step)
+                own = self._site("input", step.readers[0]) if mixed else self._entry(step)
                 self._add_own_input(named, flat, own, Branch())
             return
         assert entry
@@ -483,14 +480,14 @@ class BlockBuilder:
         return tuple(f"{self.points.prefix}.{named.name}.hook_{letter}" for letter in part.projections)
 
     def _add_norm(self, name: str, norm: Norm, flat: bool = False, separate_consumers: tuple[str, ...] = ()) -> None:
-        site = self._out_of(norm.path)
+        site = self._site("output", norm.path)
         view, sources = (FlatRows(), self.rows) if flat else (None, ())
         norm_points(
             self.points, name, norm.kind, site, view=view, sources=sources, separate_consumers=separate_consumers
         )
         seen = Composed(View(), FlatRows()) if flat else None
         if norm.kind.gate:
-            self.points.add(f"{name}.hook_gate", self._out_of(norm.path, norm.kind.gate), group="extra")
+            self.points.add(f"{name}.hook_gate", self._site("output", norm.path, norm.kind.gate), group="extra")
         self.points.add(
             f"{name}.hook_out", site, seen, group="extra", sources=sources, separate_consumers=separate_consumers
         )
@@ -532,7 +529,7 @@ class BlockBuilder:
             n_heads=part.own("n_heads", self.cfg.n_heads),
             n_kv_heads=part.own("n_key_value_heads", self.cfg.n_kv_heads),
             key_pos=self._key_pos(part),
-            norm=self._into(norm.path) if norm else None,
+            norm=self._site("input", norm.path) if norm else None,
             shift=Site(join(self.base, part.qk_shift), "output") if part.qk_shift else None,
             factor=None if inner else named.step.last_factor,
             inner=inner,
@@ -546,7 +543,7 @@ class BlockBuilder:
         step, part, name = named.step, named.step.part, named.name
         flat = isinstance(part, MLP | MoE) and part.flat
         if step.post and step.out == step.post.path:  # a sum that no module puts out
-            returned = self._into(step.out)
+            returned = self._site("input", step.out)
         else:
             returned = Site(join(self.path, step.out or part.path), "output", step.out_element or None)
         projection = {Attention: (f"{name}.o.hook_out",), Mixer: ()}.get(type(part), (f"{name}.out.hook_out",))
@@ -562,15 +559,15 @@ class BlockBuilder:
             qk_norm_points(self.points.inside(name), part, join(self.path, part.path))
         if step.post:
             self._add_norm(f"{named.norm}_post", step.post)
-            returned, flat = self._out_of(step.post.path), False
+            returned, flat = self._site("output", step.post.path), False
         if step.changes_its_result:
             self._add(flat, f"hook_{name}_out", returned, scaled, sources=more)
         if step.residual_sum_module and named.after != "hook_resid_post":
-            self.points.add(named.after, self._out_of(step.residual_sum_module))
+            self.points.add(named.after, self._site("output", step.residual_sum_module))
 
     def _add_norm_on_the_stream(self, named: NamedStep, norm: Norm, following: Part | None) -> None:
         """The sum of stream and part, and the norm of it, which is the stream from there on."""
-        total, norm_in = self._into(norm.path), f"{named.norm}.hook_in"
+        total, norm_in = self._site("input", norm.path), f"{named.norm}.hook_in"
         if following is not None and feeds_forward(following):
             # The norm's output is both what the MLP reads and the skip connection: there is nothing it alone reads.
             self.points.add(named.after, total)
