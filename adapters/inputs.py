@@ -25,6 +25,8 @@ from adapters.views.views import names_of
 TokensArgument = Literal["input_ids", "decoder_input_ids"]
 #: What a model is given, by the names of its own arguments.
 Given = Mapping[str, Tensor]
+#: What it is called with, likewise.
+Arguments = dict[str, Tensor]
 #: How the names of arguments begin that are images or sound, or go along them.
 OF_IMAGES_AND_SOUND = ("pixel", "image", "video", "audio", "feature", "input_features", "input_values")
 #: What the keys and values of earlier tokens are called, among arguments and in what a model returns. Models of
@@ -38,7 +40,7 @@ def past_of(given: Mapping[str, Any]) -> Any:
     return next((value for name, value in given.items() if name in PAST and value is not None), None)
 
 
-def with_past_named(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+def with_past_named(given: Mapping[str, Any], known: Collection[str]) -> Kwargs:
     """Arguments in which the keys and values of earlier tokens have the name that the model has for them.
 
     Args:
@@ -273,7 +275,7 @@ def gives_blocks_tokens(core: nn.Module) -> bool:
     return bool(getattr(config, "hidden_size_per_layer_input", None))
 
 
-def text_alone(core: nn.Module) -> dict[str, Any]:
+def text_alone(core: nn.Module) -> Kwargs:
     """What says to a run from a layer on that its stream is of text without images or sound.
 
     Args:
@@ -283,7 +285,7 @@ def text_alone(core: nn.Module) -> dict[str, Any]:
     return {} if name is None else {name: None}
 
 
-def with_stream(core: nn.Module, tokens: Tensor, more: Given) -> dict[str, Any]:
+def with_stream(core: nn.Module, tokens: Tensor, more: Given) -> Kwargs:
     """What goes with the stream of a run, in a run from a layer on.
 
     Args:
@@ -317,14 +319,14 @@ class CannotBeMade(ValueError):
     """What a model needs in addition to tokens is of no kind that can be made up; the message says what to pass."""
 
 
-def arguments_of(core: nn.Module, input: Tensor, more: Given) -> dict[str, Tensor]:
+def arguments_of(core: nn.Module, input: Tensor, more: Given) -> Arguments:
     """What a model is called with, by name, from what a bridge is: the input itself, and what else is given."""
     taken = takes(core)
     name = taken.main if taken.main is not None and input.is_floating_point() else taken.tokens
     return {name or "input_ids": input, **more}
 
 
-def split(core: nn.Module, arguments: Given) -> tuple[Tensor, dict[str, Tensor]]:
+def split(core: nn.Module, arguments: Given) -> tuple[Tensor, Arguments]:
     """The other way: the input of a run, and what it is given besides.
 
     Raises:
@@ -337,12 +339,12 @@ def split(core: nn.Module, arguments: Given) -> tuple[Tensor, dict[str, Tensor]]
     raise CannotBeMade(f"there is no {taken.main or 'input_ids'} among {', '.join(arguments) or 'nothing'}")
 
 
-def repeated(given: Given, times: int) -> dict[str, Tensor]:
+def repeated(given: Given, times: int) -> Arguments:
     """The same rows several times: of what has no rows, as patches of images one after another, likewise."""
     return {name: x.repeat(times, *(1 for _ in x.shape[1:])) if x.ndim else x for name, x in given.items()}
 
 
-def sample_inputs(model: nn.Module, inputs: Given | None = None) -> dict[str, Tensor]:
+def sample_inputs(model: nn.Module, inputs: Given | None = None) -> Arguments:
     """A few tokens: three rows of eleven, numbers that are unlikely to be a model's number of heads; and what it needs.
 
     Args:
@@ -366,9 +368,7 @@ def sample_inputs(model: nn.Module, inputs: Given | None = None) -> dict[str, Te
     return with_required_inputs(core, tokens, bool(getattr(config, "is_encoder_decoder", False)), inputs)
 
 
-def with_required_inputs(
-    core: nn.Module, tokens: Tensor, decodes: bool, given: Given | None = None
-) -> dict[str, Tensor]:
+def with_required_inputs(core: nn.Module, tokens: Tensor, decodes: bool, given: Given | None = None) -> Arguments:
     """All that a model takes, by the names of its arguments: tokens, and what it cannot run without.
 
     A decoder of its own is given a shorter text, so that its shapes are not the encoder's.
@@ -396,14 +396,14 @@ def with_required_inputs(
     return {"input_ids": tokens, **made}
 
 
-def _with_rows(given: Given, tokens: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+def _with_rows(given: Given, tokens: Tensor) -> tuple[Arguments, Tensor]:
     """As many rows of what is given as there are of tokens, or of these a few more."""
     rows = next(iter(given.values())).shape[0]
     times = -(-tokens.shape[0] // rows)
     return repeated(given, times), tokens.repeat(-(-rows * times // tokens.shape[0]), 1)[: rows * times]
 
 
-def _required_inputs(core: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
+def _required_inputs(core: nn.Module, tokens: Tensor) -> Arguments:
     """What a model needs in addition to its tokens, and these with places for images in them, where it has such."""
     config, needed = config_of(core), takes(core).needed
     also = _NEEDED_TOO.get(config.model_type, ())
@@ -416,11 +416,11 @@ def _required_inputs(core: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
     return made
 
 
-def _made(core: nn.Module, names: tuple[str, ...], tokens: Tensor) -> dict[str, Tensor]:
+def _made(core: nn.Module, names: tuple[str, ...], tokens: Tensor) -> Arguments:
     config = config_of(core)
     like = next(p for p in core.parameters() if p.is_floating_point())
     generator = torch.Generator().manual_seed(0)
-    made: dict[str, Tensor] = {}
+    made: Arguments = {}
     for name in names:
         make = _OF_TYPE.get((config.model_type, name)) or _MAKERS.get(name)
         x = None if make is None else make(config, tokens, generator)
@@ -581,7 +581,7 @@ def _places(config: PreTrainedConfig) -> tuple[int | None, int]:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def others_of(arguments: Given) -> dict[str, Tensor]:
+def others_of(arguments: Given) -> Arguments:
     """Other images, or another sound, in the place of what is given."""
     return {name: x.flip(-1) * -1.5 for name, x in arguments.items() if x.is_floating_point()}
 

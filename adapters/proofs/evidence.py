@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from adapters.architecture import Architecture, NamedStep, Stack, Step
 from adapters.attention import Attention
 from adapters.config import ModelConfig, config_of
-from adapters.inputs import Given, accepted_by, arguments_of, split, with_required_inputs
+from adapters.inputs import Arguments, Given, accepted_by, arguments_of, split, with_required_inputs
 from adapters.observe.observe import WRONG, CallRecorder, Calls, Function, ModuleCall, Watch, one_line
 from adapters.observe.probe_copy import is_moved
 from adapters.points import (
@@ -357,14 +357,14 @@ class Evidence:
 
     bridge: Bridge
     tokens: Tensor
-    more: dict[str, Tensor]
+    more: Given
     activations: dict[str, Tensor] = field(default_factory=dict)
     calls: Calls = field(default_factory=dict)
     raw: Calls = field(default_factory=dict)
     output: Tensor | None = None
 
     @property
-    def arguments(self) -> dict[str, Tensor]:
+    def arguments(self) -> Arguments:
         """What was run, by the names of the model's own arguments."""
         return arguments_of(self.bridge.core, self.tokens, self.more)
 
@@ -468,7 +468,7 @@ def blocks_of(bridge: Bridge, stack: Stack) -> list[int]:
 
 def some_tokens(
     bridge: Bridge, batch: int, pos: int, seed: int = 0, given: Given | None = None
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, Arguments]:
     """Random tokens, and what the model needs besides them; or images or sound, and tokens for a decoder behind them.
 
     Args:
@@ -488,7 +488,7 @@ def some_tokens(
     return with_what_it_needs(bridge, tokens, given)
 
 
-def with_what_it_needs(bridge: Bridge, tokens: Tensor, given: Given | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+def with_what_it_needs(bridge: Bridge, tokens: Tensor, given: Given | None = None) -> tuple[Tensor, Arguments]:
     """The input of a run, and its other inputs.
 
     Args:
@@ -500,7 +500,7 @@ def with_what_it_needs(bridge: Bridge, tokens: Tensor, given: Given | None = Non
     return split(bridge.core, with_required_inputs(bridge.core, tokens, two, given))
 
 
-def few_logits(bridge: Bridge, names: Sequence[str]) -> dict[str, Any]:
+def few_logits(bridge: Bridge, names: Sequence[str]) -> Kwargs:
     """Asks for the last position's logits alone, where nobody looks at them and the model can be asked so.
 
     Args:
@@ -543,7 +543,7 @@ def _output_layer(bridge: Bridge) -> nn.Linear | None:
     return layer if type(layer) is nn.Linear else None
 
 
-def step_of_tokens(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> int:
+def step_of_tokens(bridge: Bridge, tokens: Tensor, more: Given) -> int:
     """Each how-many-th token's logits are enough where two runs are compared; 1: all are needed, or there are few.
 
     On a CPU alone: a model may look for tokens that are left out, which no other device survives.
@@ -584,7 +584,7 @@ RANDOMIZED = {
 _SIZES_OF_ROWS = (6.0, 1 / 6, 1.0, 1.0)
 
 
-def randomized_run(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> Evidence:
+def randomized_run(bridge: Bridge, tokens: Tensor, more: Given) -> Evidence:
     """A run in which what enters every function is replaced by random numbers, wide enough to tell functions apart.
 
     Queries, keys, values, what enters activation functions, and what the unembedding makes. A model's own may be so
@@ -644,7 +644,7 @@ def _batch_first(evidence: Evidence) -> Calls:
     return {path: [call(each) for each in calls] for path, calls in evidence.raw.items()}
 
 
-def with_graph(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> Evidence:
+def with_graph(bridge: Bridge, tokens: Tensor, more: Given) -> Evidence:
     """A run that keeps the graph of each block by itself, with the patterns cut out of it.
 
     Scores and patterns are in its activations; what made them and was made of them, in its calls.
