@@ -61,6 +61,8 @@ KINDS: tuple[TableOf, ...] = get_args(TableOf)
 Tables = tuple[tuple[TableOf, str], ...]
 #: The first and the last (exclusive) of some positions, such as ``(0, 1)``, the class token.
 Positions = tuple[int, int | None]
+#: What is added up: calls, by their paths, each with its factor.
+Terms = tuple[tuple[str, float], ...]
 
 
 def tables(
@@ -332,7 +334,7 @@ class Stack:
     name: str = "blocks"
     output: tuple[int | None, int] = (None, 1)
     members: tuple[str, ...] = ()
-    block_inputs: Mapping[int, tuple[tuple[str, float], ...]] = field(default_factory=dict)
+    block_inputs: Mapping[int, Terms] = field(default_factory=dict)
     stream_view: View | None = None
     collapse: str | Positions | None = None
     changed_in_place: tuple[tuple[str, Border], ...] = ()

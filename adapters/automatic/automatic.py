@@ -43,7 +43,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from adapters.architecture import Architecture, Block, Embedding, Head, NamedStep, Part, Readout, Stack, Step
+from adapters.architecture import Architecture, Block, Embedding, Head, NamedStep, Part, Readout, Stack, Step, Terms
 from adapters.attention import Attention
 from adapters.automatic.attention import FoundAttention, auxiliary_modules, of_attention, with_values
 from adapters.automatic.blocks import (
@@ -321,7 +321,7 @@ class _Inference:
             self.not_offered[f"decoder_{what.removeprefix('hook_')}"] = why
         return replace(stack, embedding=embedding.moved(self.relative)), final
 
-    def _block_inputs(self, found: FoundStack, last: float) -> dict[int, tuple[tuple[str, float], ...]]:
+    def _block_inputs(self, found: FoundStack, last: float) -> dict[int, Terms]:
         """What blocks are given that is not what left the one before.
 
         Args:
@@ -329,7 +329,7 @@ class _Inference:
             last: what the stream is multiplied with behind the last.
         """
         factors = found.rescaled if last == 1 else {**found.rescaled, found.length: last}
-        inputs: dict[int, tuple[tuple[str, float], ...]] = {i: (("", factor),) for i, factor in factors.items()}
+        inputs: dict[int, Terms] = {i: (("", factor),) for i, factor in factors.items()}
         summed = {i: tuple((self.relative(path), w) for path, w in each) for i, each in found.block_inputs.items()}
         return inputs | summed
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from adapters.architecture import Block
+from adapters.architecture import Block, Terms
 from adapters.automatic.norms import norm_kind
 from adapters.inputs import accepted_arguments
 from adapters.observe.observe import BorderTensor, ModuleCall, NotFound, Recording
@@ -48,7 +48,7 @@ class FoundStack:
     members: tuple[str, ...] = ()
     ends: tuple[tuple[str, str], ...] = ()
     rescaled: Mapping[int, float] = field(default_factory=dict)
-    block_inputs: Mapping[int, tuple[tuple[str, float], ...]] = field(default_factory=dict)
+    block_inputs: Mapping[int, Terms] = field(default_factory=dict)
     positions_first: bool = False
     n_streams: int | None = None
 

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from adapters.architecture import KINDS, Embedding, Head, Readout, TableOf, tables
+from adapters.architecture import KINDS, Embedding, Head, Positions, Readout, TableOf, tables
 from adapters.attention import capped
 from adapters.automatic.blocks import power_between
 from adapters.automatic.norms import function_norm, norm_of, relative, rounded
@@ -377,7 +377,7 @@ def _weights(target: Tensor, terms: list[Tensor]) -> list[float] | None:
 
 
 #: Of which positions a mean is tried: the class token, all, all behind the class token and registers.
-_POOLS: tuple[tuple[int, int | None], ...] = ((0, 1), (0, None), *((n, None) for n in range(1, 9)), (0, 2))
+_POOLS: tuple[Positions, ...] = ((0, 1), (0, None), *((n, None) for n in range(1, 9)), (0, 2))
 
 
 def find_patches(recording: Recording, first: ModuleCall) -> Embedding:
@@ -429,7 +429,7 @@ class Pool:
         unembed: the layer whose output are the logits.
     """
 
-    positions: tuple[int, int | None]
+    positions: Positions
     norm: Norm | None
     unembed: ModuleCall | None
 
@@ -465,7 +465,7 @@ def find_pool(
     return None if reader is None else Pool(pools[reader], norm, None)
 
 
-def _pool_of(x: Tensor, seen: Tensor) -> tuple[int, int | None] | None:
+def _pool_of(x: Tensor, seen: Tensor) -> Positions | None:
     """Of which positions a vector is the mean."""
     tried = (pool for pool in _POOLS if x[:, slice(*pool)].shape[1])
     return next((pool for pool in tried if agree(x[:, slice(*pool)].mean(1), seen)), None)
