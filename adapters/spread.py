@@ -230,6 +230,10 @@ def _checksum(x: Tensor) -> int:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+#: What puts a tensor together, or cuts it.
+Turn = Callable[[Tensor], Tensor]
+
+
 @dataclass(frozen=True)
 class Cut:
     """How a tensor is spread over the processes that share a model.
@@ -265,7 +269,7 @@ class Cut:
         """This process's part."""
         return self._turned(whole, self.own, self.joined)
 
-    def _turned(self, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+    def _turned(self, x: Tensor, there: Turn, back: Turn) -> Tensor:
         if self.is_whole:
             return x
         there, back = _same if self.sums == "gradient" else there, _same if self.sums == "tensor" else back
@@ -298,7 +302,7 @@ def _same(x: Tensor) -> Tensor:
 
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, there: Turn, back: Turn) -> Tensor:
         ctx.back = back
         return there(x)
 
