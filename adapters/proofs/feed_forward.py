@@ -166,7 +166,6 @@ class _Mixture:
         results, sent = results_by_token(tokens, given)
         added = self._added()
         if added is None:
-            self.findings.inconclusive(CHOICE, f"{at}: what it returns is not seen")
             return
         total = added.flatten(0, 1).double() - self._shared(results.sum(1))
         used = weights_in_sum(total, results, [], added)
@@ -203,7 +202,6 @@ class _Mixture:
         experts = self.evidence.module(module, self.part.experts)
         added = self._added(returned=False)
         if added is None:
-            self.findings.inconclusive(CHOICE, f"{at}: what it returns is not seen")
             return
         total = torch.zeros_like(added.flatten(0, 1), dtype=torch.float64)
         for e in range(self.evidence.bridge.cfg.num_experts or 0):
@@ -219,13 +217,13 @@ class _Mixture:
         self.findings.equal(CHOICE, f"{at}(sum)", added, like(total.to(added.dtype), added))
 
     def _added(self, *, returned: bool = True) -> Tensor | None:
-        """What the mixture returns, or, where nothing stands between, what is added to the stream."""
+        """What the mixture returns, or, where nothing stands between, what is added to the stream; None is said."""
         # Behind it a norm may stand: what it returns is then seen before that, and has no factor yet.
-        if self.step.changes_its_result:
-            return self.evidence.get(f"{self.place.part}hook_out")
-        added = self.evidence.get(self.place.result)
-        constant = self.step.last_factor
-        if not returned or added is None or constant in (None, 1.0):
+        own = self.step.changes_its_result
+        added = self.evidence.get(f"{self.place.part}hook_out" if own else self.place.result)
+        if added is None:
+            self.findings.inconclusive(CHOICE, f"{self.place.part}: what it returns is not seen")
+        if own or not returned or added is None or self.step.last_factor in (None, 1.0):
             return added
         block = self.evidence.module(self.place.path)
         for link in reversed(self.step.output_transform):
