@@ -231,17 +231,18 @@ def prove_attention(evidence: Evidence, findings: Findings) -> None:
 class _Attention:
     def __init__(self, evidence: Evidence, findings: Findings, place: LayerStep, part: Attention) -> None:
         self.evidence, self.findings, self.place, self.part = evidence, findings, place, part
+        self.at = place.part
         self.cfg = evidence.bridge.cfg
         types = self.cfg.attn_types
         self.padded = "attention_mask" in evidence.more
         self.local = bool(types and self.cfg.use_local_attn and types[place.layer] == "local")
 
     def get(self, name: str) -> Tensor | None:
-        return self.evidence.get(f"{self.place.makes(name).part if name in ('k', 'v') else self.place.part}hook_{name}")
+        return self.evidence.get(f"{self.place.makes(name).part if name in ('k', 'v') else self.at}hook_{name}")
 
     def prove(self, biases: dict[str, Tensor]) -> bool:
         """Whether queries and keys are rotated here."""
-        at = self.place.part
+        at = self.at
         q, k = map(self._normed, "qk")
         for letter in "qk" if self.part.rotary != "first" else "":
             if letter in self.part.projections:
@@ -288,7 +289,7 @@ class _Attention:
         if q is None or k is None:
             self._not_seen("rot_q", "rot_k")
         elif q.shape[2] != pattern.shape[1] or pattern.shape[1] % k.shape[2]:
-            self.findings.holds(SCORES, self.place.part, False, f"{q.shape[2]} and {k.shape[2]} heads")
+            self.findings.holds(SCORES, self.at, False, f"{q.shape[2]} and {k.shape[2]} heads")
         else:
             self._scores(q, k, scores, {})
         self._values(None, pattern, None, pattern)
@@ -298,7 +299,7 @@ class _Attention:
 
     def _not_seen(self, *names: str) -> None:
         """Says of hook points that they are not offered, or did not run."""
-        for name in (f"{self.place.part}hook_{each}" for each in names):
+        for name in (f"{self.at}hook_{each}" for each in names):
             if name in self.evidence.bridge.hook_dict:
                 self.findings.holds(SCORES, name, self.get(name.rpartition("hook_")[2]) is not None, "it did not run")
             else:
@@ -306,7 +307,7 @@ class _Attention:
 
     def _left_out(self) -> bool:
         """Whether queries or keys after their rotation have no hook point: a trial showed something else there."""
-        return any(f"{self.place.part}hook_rot_{letter}" not in self.evidence.bridge.hook_dict for letter in "qk")
+        return any(f"{self.at}hook_rot_{letter}" not in self.evidence.bridge.hook_dict for letter in "qk")
 
     def _rotated(self, q: ByHead, k: ByHead, turned_q: Tensor | None, turned_k: Tensor | None) -> bool:
         """Whether queries and keys are rotated, as it is declared."""
@@ -325,7 +326,7 @@ class _Attention:
             config = config.per_layer_config[self.place.layer]
         turns, backwards = False, set[bool]()
         for letter, x, y in zip("qk", (q, k), turned, strict=True):
-            where = f"{self.place.part}hook_rot_{letter}"
+            where = f"{self.at}hook_rot_{letter}"
             if y is None or y.shape != x.shape:
                 self.findings.holds(
                     SCORES, where, False, f"shape {None if y is None else list(y.shape)} for {list(x.shape)}"
@@ -358,9 +359,7 @@ class _Attention:
             if turn is not None:
                 backwards.add(_speed(self.findings, where, turn, base, speeds, images=not self.cfg.d_vocab))
         if len(backwards) > 1:
-            self.findings.holds(
-                SCORES, f"{self.place.part}hook_rot_k", False, "queries and keys turn in opposite directions"
-            )
+            self.findings.holds(SCORES, f"{self.at}hook_rot_k", False, "queries and keys turn in opposite directions")
         return turns
 
     def _normed_last(self, *normed: ByHead | None) -> tuple[Tensor | None, Tensor | None]:
@@ -374,13 +373,13 @@ class _Attention:
                 continue
             if self.part.norms_over == "heads first":
                 entered, made = entered.transpose(1, 2), made.transpose(1, 2)
-            self.findings.equal(SCORES, f"{self.place.part}{letter}_norm", seen, made)
+            self.findings.equal(SCORES, f"{self.at}{letter}_norm", seen, made)
             given.append(entered)
         return given[0], given[1]
 
     def _latent(self, q: ByHead, k: ByHead, turned_q: ByHead | None, turned_k: ByHead | None) -> bool:
         """Behind what the latent makes, keys have columns that all heads share; only these columns are rotated."""
-        at, width = self.place.part, k.shape[-1]
+        at, width = self.at, k.shape[-1]
         if turned_q is None or turned_k is None or turned_q.shape != q.shape or turned_k.shape[-1] != q.shape[-1]:
             self.findings.holds(SCORES, f"{at}hook_rot_k", False, "it is not as wide as queries are")
             return False
@@ -432,22 +431,22 @@ class _Attention:
         for each in (self.part.q, self.part.k, self.part.v):
             if each.latent and (path := each.latent.path):
                 made, read = self.evidence.made(module, path), self.evidence.entered(module, each.path)
-                at = f"{self.place.part}({path}, read by {each.path})"
+                at = f"{self.at}({path}, read by {each.path})"
                 self.findings.equal(SCORES, at, made, like(read, made))
 
     def _is_factor(self, factor: Tensor) -> bool:
         """Whether queries are multiplied with something, which no declaration says; it is then said."""
         if float((factor - 1).abs().max()) <= self.findings.tolerance:
             return False
-        self.findings.inconclusive(SCORES, f"{self.place.part}hook_rot_q: what queries are multiplied with")
+        self.findings.inconclusive(SCORES, f"{self.at}hook_rot_q: what queries are multiplied with")
         return True
 
     def _values(self, v: ByHead | None, pattern: Tensor, z: Tensor | None, seen: Tensor) -> None:
         """``pattern @ v = z``, with what is declared to stand between, for the queries that see something."""
         if v is None or z is None:
-            self.findings.inconclusive(VALUES, f"{self.place.part}: what makes or reads its values is not known")
+            self.findings.inconclusive(VALUES, f"{self.at}: what makes or reads its values is not known")
             return
-        place, at, transform = self.place, f"{self.place.part}hook_z", self.part.z_transform
+        place, at, transform = self.place, f"{self.at}hook_z", self.part.z_transform
         if norm := self.part.v.norm:
             made = self.evidence.made(place.makes("v").module, norm.path)
             if made is None or made.numel() != v.numel():
@@ -486,7 +485,7 @@ class _Attention:
 
     def _normed_values(self, norm: Norm, product: Tensor, z: Tensor) -> None:
         """A norm of each head, or of all, stands between."""
-        at, path = f"{self.place.part}hook_z", (self.place.module, norm.path)
+        at, path = f"{self.at}hook_z", (self.place.module, norm.path)
         entered, result = self.evidence.entered(*path), self.evidence.made(*path)
         if entered is None or result is None or entered.numel() != product.numel() or result.numel() != z.numel():
             self.findings.holds(VALUES, at, False, f"{norm.path} did not norm pattern @ v")
@@ -498,7 +497,7 @@ class _Attention:
         norm = self.part.projections[letter].norm
         if norm is None:
             return
-        made, at = self.get(letter), f"{self.place.part}{letter}_norm"
+        made, at = self.get(letter), f"{self.at}{letter}_norm"
         made = made if self.part.clips_normed else self._clipped(made)
         entered = self.evidence.entered(self.place.module, norm.path)
         over = 0 if entered is None else entered.shape[-1]
@@ -511,7 +510,7 @@ class _Attention:
         self.findings.equal(SCORES, at, entered, made)
 
     def _scores(self, q: ByHead, k: ByHead, scores: Tensor, biases: dict[str, Tensor]) -> None:
-        cfg, at = self.cfg, f"{self.place.part}hook_attn_scores"
+        cfg, at = self.cfg, f"{self.at}hook_attn_scores"
         scale = cfg.attn_scale if cfg.use_attn_scale and cfg.attn_scale is not None else 1.0
         scale = self.part.own("attn_scale", scale)
         if cfg.scale_attn_by_inverse_layer_idx:
@@ -560,7 +559,7 @@ class _Attention:
 
         Four rows have two queries and two keys in all pairs: what each makes alone is gone from their alternating sum.
         """
-        bridge, place = self.evidence.bridge, self.place.part
+        bridge, place = self.evidence.bridge, self.at
         generator = torch.Generator().manual_seed(2)
         rows = {"q": torch.tensor([0, 0, 1, 1]), "k": torch.tensor([0, 1, 0, 1])}
         pairs = {
@@ -642,10 +641,10 @@ class _Attention:
     def _pattern(self, scores: Tensor, pattern: Tensor) -> None:
         sinks: Tensor | None = None
         if self.part.sinks:
-            site = self.evidence.bridge.hook_dict[f"{self.place.part}hook_pattern"].point.site
+            site = self.evidence.bridge.hook_dict[f"{self.at}hook_pattern"].point.site
             sinks = materialized(self.evidence.module(site.path), self.part.sinks)
             if not isinstance(sinks, Tensor) or sinks.numel() != scores.shape[1]:
-                self.findings.holds(PATTERN, f"{self.place.part}hook_pattern", False, f"no sinks in {self.part.sinks}")
+                self.findings.holds(PATTERN, f"{self.at}hook_pattern", False, f"no sinks in {self.part.sinks}")
                 return
         wide = scores.double()
         somewhere = wide.isfinite().any(-1, keepdim=True)
@@ -653,16 +652,14 @@ class _Attention:
         expected = pattern_of(wide if sinks is None else with_sinks(wide, sinks.detach()))[..., : pattern.shape[-1]]
         seen = pattern.masked_fill(~somewhere, 0)
         expected = expected.masked_fill(~somewhere, 0).to(pattern.dtype)
-        self.findings.equal(PATTERN, f"{self.place.part}hook_pattern", seen, expected, 1.0)
+        self.findings.equal(PATTERN, f"{self.at}hook_pattern", seen, expected, 1.0)
 
     def _mask(self, pattern: Tensor) -> None:
         """Where attention goes in some row of the batch, by where it may go."""
         if self.part.cross or self.place.stack is not self.evidence.architecture.stack:
             return  # cfg speaks of the first, and of what looks at its own text
         if self.part.keys_from == "more":
-            self.findings.inconclusive(
-                MASK, f"{self.place.part}hook_pattern: which keys behind those of positions are seen"
-            )
+            self.findings.inconclusive(MASK, f"{self.at}hook_pattern: which keys behind those of positions are seen")
             pattern = pattern[..., : pattern.shape[-2]]
         _, _, queries, keys = pattern.shape
         seen = (pattern > 0).any(0).any(0).cpu()
@@ -677,7 +674,7 @@ class _Attention:
             allowed = allowed & (back < window) & (back > -ahead)
             if window > queries:
                 self.findings.inconclusive(MASK, f"a window of {window} is longer than the text of {queries} tokens")
-        at, sees = f"{self.place.part}hook_pattern", (pattern > 0).any(1)
+        at, sees = f"{self.at}hook_pattern", (pattern > 0).any(1)
         more, less = (seen & ~allowed).nonzero().tolist(), (allowed & ~seen).nonzero().tolist()
         if more:
             self.findings.holds(MASK, at, False, f"token {more[0][0]} attends to token {more[0][1]}")
