@@ -368,18 +368,14 @@ def rerun(
 
 def modules_of(owner: ModuleCall, recording: Recording, norms: Norms) -> tuple[tuple[str | Norm, str], ...]:
     """The modules in a mixer that run once, norms among them, with the axes of what they return."""
-    found: list[tuple[str, str]] = []
-    kinds: dict[str, NormKind] = {}
+    found: dict[str, tuple[str | Norm, str]] = {}
     for call in recording.calls:
         once = owner.holds(call) and call is not owner and len(recording.of(call.path)) == 1
-        once = once and not isinstance(call.module, nn.Dropout)
-        if once and call.is_leaf and call.whole:
-            path, shape = relative(call.path, owner.path), call.whole.value.shape
+        if once and not isinstance(call.module, nn.Dropout) and call.is_leaf and call.whole:
+            path, shape, kind = relative(call.path, owner.path), call.whole.value.shape, norms.get(call)
             if len(shape) > 1:
-                name = path.rpartition(".")[2]
-                found.append((path, axes_of(name, shape, recording.batch, recording.pos)))
-                kinds |= {path: norms[call]} if call in norms and norms[call].name else {}
-    direct = [each for each in found if "." not in each[0]]
-    names = [path.rpartition(".")[2] for path, _ in found]
-    shown = direct or (found if len(set(names)) == len(names) else [])
-    return tuple((Norm(path, kinds[path]) if path in kinds else path, axes) for path, axes in shown)
+                axes = axes_of(path.rpartition(".")[2], shape, recording.batch, recording.pos)
+                found[path] = (Norm(path, kind) if kind and kind.name else path), axes
+    direct = tuple(each for path, each in found.items() if "." not in path)
+    names = {path.rpartition(".")[2] for path in found}
+    return direct or (tuple(found.values()) if len(names) == len(found) else ())
