@@ -74,7 +74,7 @@ from adapters.automatic.facts import Facts, all_rotated, all_sized
 from adapters.automatic.feed_forward import FoundExpertModules, FoundMixture, FoundMLP, experts_of, list_of_experts
 from adapters.automatic.norms import norm_kind, relative, with_gated
 from adapters.automatic.parts import Addend, FoundPart, Norms, Sum, mixes_positions, modules_of, rerun
-from adapters.automatic.stream import Mixed, Sums, collapse, collapse_path, first_of, with_streams
+from adapters.automatic.stream import Mixed, Sums, collapse, first_of, with_streams
 from adapters.config import act_fn_name, config_of
 from adapters.feed_forward import MoE
 from adapters.inputs import CannotBeMade, Given, sample_inputs, takes, text_places
@@ -250,7 +250,7 @@ class _Inference:
         self, found: FoundStack, stack: Stack, last_norm: Norm | None, unembed: ModuleCall
     ) -> tuple[Stack, tuple[Head, ...], Readout]:
         """What stands between the last stream and the logits, and the list of blocks with its final norm."""
-        last = collapse(self.recording, found)
+        last, _ = collapse(self.recording, found)
         on_stream = bool(stack.block.steps and stack.block.steps[-1].stream_norm)
         if found.positions_first and unembed.entered and not self.recording.turned(unembed.entered.value):
             last = last.transposed()
@@ -267,7 +267,7 @@ class _Inference:
 
     def _pooled(self, found: FoundStack, final: Norm | None) -> Pool | None:
         """The one vector of each image, or sound, that the output layer reads behind the last block."""
-        last, after = collapse(self.recording, found), found.blocks[-1].end
+        (last, _), after = collapse(self.recording, found), found.blocks[-1].end
         pooled = find_pool(self.recording, last, final, after, returned_by(self.model, self.given))
         if pooled is None:
             return None
@@ -286,7 +286,7 @@ class _Inference:
         usual = Counter(map(repr, blocks)).most_common(1)[0][0]
         block = next(each for each in blocks if repr(each) == usual)
         layers = {i: each for i, each in enumerate(blocks) if each != block}
-        last = collapse(self.recording, found)
+        last, path = collapse(self.recording, found)
         final, factor = find_final_norm(self.recording, last, found.blocks[-1].end)
         if final is None and found.positions_first:
             final, factor = find_final_norm(self.recording, last.transposed(), found.blocks[-1].end)
@@ -304,7 +304,7 @@ class _Inference:
             output=(found.outputs[0].key, found.blocks[0].n_left),
             block_inputs=self._block_inputs(found, factor),
             stream_view=PositionsFirst() if found.positions_first else several,
-            collapse=(path := collapse_path(self.recording, found)) and self.relative(path),
+            collapse=path and self.relative(path),
             changed_in_place=tuple((join("*", at), which) for at, which in self.changed),
         )
         return stack, final

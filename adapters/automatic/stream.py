@@ -347,25 +347,22 @@ def first_of(found: FoundStack) -> ModuleCall:
     return replace(block, entered=BorderTensor(None, block.entered.live, one, mark(one)))
 
 
-def collapse(recording: Recording, found: FoundStack) -> BorderTensor:
-    """What is behind the last block: what it passes on; of several streams, the one that is made of them."""
-    call = _collapse(recording, found)
-    return found.outputs[-1] if call is None else call.returned
+def collapse(recording: Recording, found: FoundStack) -> tuple[BorderTensor, str | None]:
+    """What is behind the last block: what it passes on; of several streams, the one that is made of them, and by what.
 
+    Args:
+        recording: of the run.
+        found: the list of blocks.
 
-def collapse_path(recording: Recording, found: FoundStack) -> str | None:
-    """The module that makes one stream of the last ones; None where there is none."""
-    call = _collapse(recording, found)
-    return None if call is None else call.path
-
-
-def _collapse(recording: Recording, found: FoundStack) -> ModuleCall | None:
+    Returns:
+        The stream, and the path of the module that makes one of several; None where there is none.
+    """
     last, (batch, pos, *_) = found.outputs[-1], found.stream.value.shape
     for call in recording.calls if found.n_streams is not None else ():
         reads = call.start > found.blocks[-1].end and call.reads(last.mark)
         if reads and call.whole and call.whole.value.shape == (batch, pos, found.d_model):
-            return call
-    return None
+            return call.whole, call.path
+    return last, None
 
 
 def _apart(x: Tensor, n_streams: int) -> Tensor:
