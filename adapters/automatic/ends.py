@@ -357,17 +357,12 @@ def _for_each_row(x: Tensor, shape: torch.Size) -> Tensor | None:
 
 def _weights(target: Tensor, terms: list[Tensor]) -> list[float] | None:
     """The factors with which terms make a sum, the fewest of them; None where they do not."""
-    flat = target.double().flatten()
-    for count in range(len(terms)):
-        columns = torch.stack([term.double().flatten() for term in terms], 1)
-        if count == 0:
-            columns = columns[:, :1]
+    flat, every = target.double().flatten(), torch.stack([term.double().flatten() for term in terms], 1)
+    for columns in (every[:, :1], every):
         solution = torch.linalg.lstsq(columns, flat[:, None]).solution[:, 0]
         if agree(columns @ solution, flat, target):
             found = [rounded(w) if abs(w) > NEGLIGIBLE else 0.0 for w in solution.tolist()]
             return found + [0.0] * (len(terms) - len(found))
-        if count == 1:
-            return None
     return None
 
 
