@@ -36,7 +36,6 @@ from adapters.views import AlibiScores, Composed, FilledScores, HeadsOfBatch, Ma
 _FAR_BELOW = 10
 #: To how much an angle is told, relatively.
 _TOLD_BY_AN_ANGLE = 3e-6
-_SIGNS = torch.tensor([1.0, -1.0], dtype=torch.float64)
 
 
 def window(attention: FoundAttention) -> int | None:
@@ -133,13 +132,9 @@ def scale_of_scores(attention: FoundAttention, cap: float, *, biased: bool = Fal
     if met is None or not (rotated or (met.query.transpose(1, 2).shape == q.shape and q.shape[-1] == k.shape[-1])):
         return None
     position = min(5, attention.query_pos - 1)
-    pair = [position, position - 1]
-    scores = met.scores[:, :, position, pair]
+    scores, product = (x[:, :, position, [position, position - 1]] for x in (met.scores, met.product))
     scores = cap * (scores / cap).atanh() if cap > 0 else scores
-    differences, products = (
-        scores[..., 0] - scores[..., 1],
-        (met.product[:, :, position, pair] * _SIGNS.to(scores.device)).sum(-1),
-    )
+    differences, products = (x[..., 0] - x[..., 1] for x in (scores, product))
     if biased:
         differences, products = differences - differences.mean(0), products - products.mean(0)
     factor = _ratio(differences, products)

@@ -409,20 +409,12 @@ class FoundMixture(FoundExperts):
         if are_modules(experts.module):
             self.num_experts = len(members_of(experts.module))
             self._look_into_an_expert()
-        elif every := stacked(experts.module):
-            self.num_experts, self.d_expert = len(every["W_out"]), width(experts.module)
-            self.act_fn = self._activation()
         else:
-            missing = [
-                name for name in ("is_transposed", "is_concatenated", "has_bias") if not hasattr(experts.module, name)
-            ]
-            entered = () if experts.entered is None else experts.entered.value.shape
-            everyone = len(materialized(experts.module, "down_proj")) * self._rows()
-            self.in_batches = in_batches(experts.module) and entered[:1] == (everyone,)
-            if missing and not self.in_batches:
-                raise NotFound(f"{experts.path} does not say how its experts lie ({', '.join(missing)})")
-            self.num_experts, self.d_expert = len(materialized(experts.module, "down_proj")), width(experts.module)
-            self.act_fn = self._activation()
+            every = stacked(experts.module)
+            self.num_experts = len(every["W_out"] if every else materialized(experts.module, "down_proj"))
+            if not every:
+                self._look_how_they_lie()
+            self.d_expert, self.act_fn = width(experts.module), self._activation()
         self.router = self._router()
         #: The router returns logits alone, and what is chosen is seen where the experts are given it.
         self.chosen = experts.given.get("top_k_index") if self.router.n_left == 1 else None
@@ -432,6 +424,19 @@ class FoundMixture(FoundExperts):
             chosen = self.router.element(1).value if self.chosen is None else self.chosen
             self.experts_per_token = chosen.shape[-1]
         self.owner = self._owner()
+
+    def _look_how_they_lie(self) -> None:
+        """Whether every expert is given every token; if not, their module has to say how they lie.
+
+        Raises:
+            NotFound: it does not.
+        """
+        experts, flags = self.experts, ("is_transposed", "is_concatenated", "has_bias")
+        entered = () if experts.entered is None else experts.entered.value.shape
+        self.in_batches = in_batches(experts.module) and entered[:1] == (self.num_experts * self._rows(),)
+        missing = [name for name in flags if not hasattr(experts.module, name)]
+        if missing and not self.in_batches:
+            raise NotFound(f"{experts.path} does not say how its experts lie ({', '.join(missing)})")
 
     def _rows(self) -> int:
         """How many tokens the part is given."""
