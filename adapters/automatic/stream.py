@@ -212,21 +212,22 @@ def _fits(
         gram: their products.
         rough: how much of the square may be left.
     """
-    d, g = dots, gram
+    d, g, squares = dots, gram, [row[i] for i, row in enumerate(gram)]
     each, pairs = range(len(d)), list(itertools.combinations(range(len(d)), 2))
-    yield from ({i: 1.0} for i in each if abs(square - 2 * d[i] + g[i][i]) <= rough)
+    yield from ({i: 1.0} for i in each if abs(square - 2 * d[i] + squares[i]) <= rough)
     for i, j in pairs:
-        if abs(square - 2 * (d[i] + d[j]) + g[i][i] + g[j][j] + 2 * g[i][j]) <= rough:
+        if abs(square - 2 * (d[i] + d[j]) + squares[i] + squares[j] + 2 * g[i][j]) <= rough:
             yield {i: 1.0, j: 1.0}
     for i in each:
-        factor = d[i] / g[i][i]
+        factor = d[i] / squares[i]
         if abs(square - factor * d[i]) <= rough and abs(factor) > NEGLIGIBLE:
             yield {i: factor}
     for i, j in pairs:
-        det = g[i][i] * g[j][j] - g[i][j] ** 2
-        if det < _PARALLEL * g[i][i] * g[j][j]:
+        product, both = g[i][j], squares[i] * squares[j]
+        det = both - product**2
+        if det < _PARALLEL * both:
             continue
-        u, v = (d[i] * g[j][j] - d[j] * g[i][j]) / det, (d[j] * g[i][i] - d[i] * g[i][j]) / det
+        u, v = (d[i] * squares[j] - d[j] * product) / det, (d[j] * squares[i] - d[i] * product) / det
         if min(abs(u), abs(v)) > NEGLIGIBLE and abs(square - u * d[i] - v * d[j]) <= rough:
             yield {i: u, j: v}
 
