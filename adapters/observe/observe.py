@@ -25,7 +25,7 @@ and modes are gone after the run, and after an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from adapters.attention import pattern_of, per_head, result_of, scores_of
 from adapters.inputs import argument_names
@@ -477,6 +478,8 @@ class CallRecorder:
         self.recording = Recording() if recording is None else recording
         self.running: list[ModuleCall] = []
         self._time = 0
+        #: Of each tensor that is still there, what it held and which change that was the last of.
+        self._held: MutableMapping[Tensor, tuple[int | None, Tensor]] = WeakTensorKeyDictionary()
 
     def __enter__(self) -> Recording:
         with ExitStack() as attached:
@@ -523,8 +526,17 @@ class CallRecorder:
 
     def _kept(self, x: Any) -> Any:
         if isinstance(x, Tensor):
-            return x.detach().clone() if self.copies else x
+            return self.copied(x) if self.copies else x
         return type(x)(map(self._kept, x)) if type(x) in (tuple, list) else x
+
+    def copied(self, x: Tensor) -> Tensor:
+        """What a tensor holds now: one copy for all that read it, until it is changed in place."""
+        version = None if x.is_inference() else x._version
+        before, copy = self._held.get(x, (None, x))
+        if version is None or before != version:
+            copy = x.detach().clone()
+            self._held[x] = version, copy
+        return copy
 
     def enters(self, call: ModuleCall) -> None:
         """What else is done when a module begins."""
