@@ -26,7 +26,7 @@ from bridge.run.inputs import RunnableBridge
 from bridge.taps.attention import AttentionWatch, ObservedAttentionCall, show_scores_and_pattern
 from bridge.taps.attention_call import AttentionCall, implementation_of, is_looked_up, is_opaque
 from bridge.taps.experts import RouterWatch
-from bridge.taps.taps import Tap
+from bridge.taps.taps import CallWatch, Tap
 from bridge.trace.coroutine import PointPassedError
 from bridge.trace.edit import BodyActivations, BodyInStep, Edit, assigned
 from bridge.wiring.compiled import ForcedEager, strip
@@ -315,7 +315,7 @@ class LoweredTap:
         module: nn.Module,
         steps: Mapping[str, Sequence[LoweredPoint]],
         here: threading.local,
-        watch: Callable[[ObservedAttentionCall], AttentionWatch | RouterWatch] | None = None,
+        watch: Callable[[ObservedAttentionCall], CallWatch] | None = None,
     ) -> None:
         self.module, self.here, self._watch = module, here, watch
         self.steps = {channel: tuple(points) for channel, points in steps.items()}
@@ -370,10 +370,6 @@ class _CallInProgram(ObservedAttentionCall):
 def _attention(module: nn.Module, steps: Mapping[str, Sequence[LoweredPoint]], here: threading.local) -> LoweredTap:
     kernel_alone = implementation_of(module) == "sdpa" and is_looked_up(type(module).forward, "sdpa")
     return LoweredTap(module, steps, here, partial(AttentionWatch, kernel_alone=kernel_alone))
-
-
-def _router(module: nn.Module, steps: Mapping[str, Sequence[LoweredPoint]], here: threading.local) -> LoweredTap:
-    return LoweredTap(module, steps, here, RouterWatch)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -442,7 +438,7 @@ _TAPS: Mapping[str, MakesTap] = {
     "attention": _attention,
     "softmax": _attention,
     "experts": LoweredExperts,
-    "router": _router,
+    "router": partial(LoweredTap, watch=RouterWatch),
 }
 
 

@@ -44,7 +44,7 @@ from bridge.taps.attention_call import (
     watched_kernel,
     with_heads,
 )
-from bridge.taps.taps import LOCK, RunCall, Tap, TappedCall, noop_hook
+from bridge.taps.taps import LOCK, CallWatch, RunCall, Tap, TappedCall, noop_hook
 
 #: Of so many scores, all heads and queries together, or fewer, the whole is quicker than a part beside the kernel.
 FEW_SCORES = 2**17
@@ -56,8 +56,8 @@ _INSIDE = ("scores", "pattern")
 class AttentionTap(Tap):
     """The tap of an attention module. Its channels are ``q``, ``k``, ``scores`` and ``pattern``."""
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
+    def __init__(self, module: nn.Module, watch: Callable[[Any], CallWatch]) -> None:
+        super().__init__(module, watch)
         self._kernel: PatchedKernel | None = None
         self._unpatch: Callable[[], object] = lambda: None
         self._slow: RemovableHandle | None = None
@@ -126,7 +126,7 @@ class ObservedAttentionCall(TappedCall):
         raise NotImplementedError
 
 
-class AttentionWatch(SeesAttention):
+class AttentionWatch(CallWatch, SeesAttention):
     """Shows what one call of an attention module computes. Its channels are ``q``, ``k``, ``scores`` and ``pattern``.
 
     Args:
@@ -134,9 +134,10 @@ class AttentionWatch(SeesAttention):
         kernel_alone: only the kernel is looked at: a softmax or a product elsewhere in the module is another one.
     """
 
+    shown: ObservedAttentionCall
+
     def __init__(self, shown: ObservedAttentionCall, kernel_alone: bool = False) -> None:
-        super().__init__()
-        self.shown = shown
+        super().__init__(shown)
         self._kernel_alone = kernel_alone
         self._seen: list[tuple[str, str]] = []  # the channels on which something was shown
         self._begun = False  # a softmax by hand was given the scores
@@ -146,10 +147,6 @@ class AttentionWatch(SeesAttention):
         self._meet_again = False
         #: The pattern that was shown, whole or of some heads and queries.
         self._patterns: tuple[list[Part], list[Tensor]] | None = None
-
-    @property
-    def in_user_function(self) -> bool:
-        return self.shown.in_user_function
 
     def _awaits(self, channels: tuple[str, str]) -> bool:
         """Whether somebody waits for what is shown on these channels."""
@@ -170,13 +167,8 @@ class AttentionWatch(SeesAttention):
         return func(*args, **kwargs)
 
     def output_of(self, run: Callable[[], Any]) -> Any:
-        """What the module returns, all of whose functions are seen.
-
-        Args:
-            run: its forward.
-        """
-        with self:
-            output = run()
+        """As `CallWatch` says, where everything was seen that somebody listens to."""
+        output = super().output_of(run)
         self.check()
         return output
 

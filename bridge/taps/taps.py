@@ -51,9 +51,10 @@ class Tap(InForwardsPlace):
 
     Args:
         module: the module.
+        watch: makes what sees the functions that one call of the module calls.
 
     Attributes:
-        module: the module.
+        module, watch: likewise.
         points: the hook points, by channel.
         opened: the scopes that may begin to listen while the module runs.
         original: the forward that it wraps.
@@ -61,8 +62,8 @@ class Tap(InForwardsPlace):
         own: what stood in the module's dictionary before; None where the class's forward was used.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, watch: Callable[[Any], CallWatch]) -> None:
+        self.module, self.watch = module, watch
         self.points: dict[str, tuple[HookPoint, ...]] = {}
         self.opened: tuple[Scope, ...] = ()
         self.shared: dict[str, SharedTensor] = {}
@@ -167,7 +168,8 @@ class Tap(InForwardsPlace):
 
     def watched(self, *args: object, **kwargs: object) -> Any:
         """The module's forward when somebody listens."""
-        raise NotImplementedError
+        watch = self.watch(RunCall(self, Call(self.module, args, kwargs)))
+        return watch.output_of(lambda: self.original(*args, **kwargs))
 
 
 def noop_hook(module: nn.Module, args: tuple[object, ...], *rest: object) -> None:
@@ -262,6 +264,15 @@ class CallWatch(Watch):
     @property
     def in_user_function(self) -> bool:
         return self.shown.in_user_function
+
+    def output_of(self, run: Callable[[], Any]) -> Any:
+        """What the module returns, all of whose functions are seen.
+
+        Args:
+            run: its forward.
+        """
+        with self:
+            return run()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

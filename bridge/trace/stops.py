@@ -18,14 +18,15 @@ from bridge.hooks.hooks import HookPoint, changed_in_place, replaces_activation,
 from bridge.interventions.touching import Touching
 from bridge.trace.coroutine import (
     Coroutine,
-    EditableCopy,
     LateEditGuard,
     Line,
     PointNeverCameError,
     PointPassedError,
     assigned,
     calling_line,
+    differ,
     leaves,
+    leaves_now,
     mapped,
 )
 from bridge.wiring.wiring import TraceOpenings, Wiring
@@ -446,15 +447,16 @@ class Stops:
 
     def _show(self, value: Any) -> Any:
         """Shows what a module is given or returns; what it is to be instead, or None."""
-        copy = EditableCopy(value)
-        stop = self._stop_at(copy.given)
-        shown = [leaf for leaf in leaves(copy.given) if isinstance(leaf, Tensor)]
+        given = mapped(value, Tensor.clone)
+        before = leaves_now(given)
+        stop = self._stop_at(given)
+        shown = [leaf for leaf in leaves(given) if isinstance(leaf, Tensor)]
         for leaf in leaves(stop.value):
             if any(leaf is other for other in shown):
                 self.late_edits.add(leaf, stop.place.name)
         if stop.replaced:
             return mapped(stop.value, Tensor.clone)
-        return mapped(copy.given, Tensor.clone) if copy.changed else None
+        return mapped(given, Tensor.clone) if differ(given, before) else None
 
     def end_step(self) -> None:
         """Called where one forward pass of several ends: what is still waited for never came."""

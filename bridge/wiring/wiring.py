@@ -37,10 +37,10 @@ from bridge.hooks.context import CURRENT, Listener, Scope, open_scope
 from bridge.hooks.hooks import AttachesListeners, HookPoint, LeaderEdit
 from bridge.hooks.modules import Finder, TokenEmbedding, check_places
 from bridge.sharing import Sharing
-from bridge.taps.attention import AttentionTap
-from bridge.taps.experts import BatchedExpertsTap, ExpertsTap, RouterTap
-from bridge.taps.recurrence import RecurrenceTap
-from bridge.taps.taps import LOCK, Tap, noop_hook
+from bridge.taps.attention import AttentionTap, AttentionWatch
+from bridge.taps.experts import BatchedExpertsWatch, ExpertsWatch, RouterWatch
+from bridge.taps.recurrence import MixerWatch, RecurrenceTap
+from bridge.taps.taps import LOCK, CallWatch, Tap, noop_hook
 from bridge.wiring.compiled import CheckpointedBlocks, ForcedEager, PassBoundary, refuse_inside_compiled
 from bridge.wiring.reading_plan import Keep, ReadingPlan
 from bridge.wiring.site import (
@@ -434,21 +434,21 @@ class Wiring(AttachesListeners):
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-#: The tap for each kind of site that is not simply a module's input or output.
-TAPS: dict[str, type[Tap]] = {
-    "attention": AttentionTap,
-    "softmax": AttentionTap,
-    "experts": ExpertsTap,
-    "batched experts": BatchedExpertsTap,
-    "router": RouterTap,
-    "recurrence": RecurrenceTap,
+#: The tap for each kind of site that is not simply a module's input or output, and what sees a call of the module.
+TAPS: dict[str, tuple[type[Tap], type[CallWatch]]] = {
+    "attention": (AttentionTap, AttentionWatch),
+    "softmax": (AttentionTap, AttentionWatch),
+    "experts": (Tap, ExpertsWatch),
+    "batched experts": (Tap, BatchedExpertsWatch),
+    "router": (Tap, RouterWatch),
+    "recurrence": (RecurrenceTap, MixerWatch),
 }
 
 
 def tap_on(kind: str, module: nn.Module) -> Tap:
     """The tap of this kind on a module: the one that another bridge around the model has put there, or a new one."""
-    there = module.__dict__.get("forward")
-    return there if type(there) is TAPS[kind] else TAPS[kind](module)
+    there, (tap, watch) = module.__dict__.get("forward"), TAPS[kind]
+    return there if isinstance(there, Tap) and there.watch is watch else tap(module, watch)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
