@@ -144,7 +144,7 @@ class Engine:
         refused: why a hook point that was asked for is not offered, by name.
 
     Raises:
-        EngineVersionError: vLLM is not installed, or another version.
+        VersionError: vLLM is not installed, or another version.
         UnknownHookError: a name that no hook point has.
         TypeError, ValueError: options that it cannot have.
 

@@ -535,16 +535,8 @@ class AbstractAttention(Part):
         return "global" if types is None else types[self.layer_id]
 
 
-class Attention(AbstractAttention):
-    """Attention with keys and values for each head."""
-
-    at, fields = "blocks.0.attn", {"attn_only": True, "n_key_value_heads": None}
-
-
-class T5Attention(Attention):
+class T5Attention(AbstractAttention):
     """Attention of T5. In the first layer of each stack it holds the biases of relative positions for all of them."""
-
-    at = ""
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute in ("has_relative_attention_bias", *_RELATIVE):
@@ -565,6 +557,10 @@ def _kind(name: str, doc: str, at: str, base: type[Part] = Part, **fields: Any) 
 MLP = _kind("MLP", "A feed-forward layer.", "blocks.0.mlp", CanBeUsedAsMLP, gated_mlp=False)
 GatedMLP = _kind("GatedMLP", "A feed-forward layer with a gate.", "blocks.0.mlp", CanBeUsedAsMLP, gated_mlp=True)
 MoE = _kind("MoE", "A mixture of experts.", "", CanBeUsedAsMLP)
+Attention = _kind(
+    "Attention", "Attention with keys and values for each head.", "blocks.0.attn", AbstractAttention,
+    n_key_value_heads=None,
+)  # fmt: skip
 GroupedQueryAttention = _kind(
     "GroupedQueryAttention", "Attention with keys and values for groups of heads.", "blocks.0.attn", AbstractAttention
 )

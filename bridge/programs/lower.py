@@ -18,7 +18,7 @@ from adapters.feed_forward import first_projection, gate_and_up, has_gate, joine
 from adapters.imports import is_compiling
 from adapters.points import Site, call_number, has_module, module_path, token_embedding
 from adapters.views import Args, Call, Kwargs
-from bridge.hooks.context import Listener, RunsWithPass
+from bridge.hooks.context import Listener
 from bridge.hooks.hooks import HookPoint, LeaderEdit, wants_gradients
 from bridge.interventions.operations import Operation
 from bridge.programs.program_pass import AnyFunction, Function, LoweredPoint, LoweredSite, ProgramPass, current
@@ -503,25 +503,12 @@ class LoweredBody:
 
     def _in_new_step(self, given: Tensor, hook: HookPoint, program_pass: ProgramPass) -> Tensor | None:
         """With the body run up to it once more."""
-        seen = program_pass.bodies.get(self)
-        if not isinstance(seen, PassActivations):
-            seen = program_pass.bodies[self] = PassActivations()
-        seen.values[hook.name] = given
-        again = ReplayedActivations(self.edit, seen.values, hook)
+        seen = program_pass.given.setdefault(self, {})
+        seen[hook.name] = given
+        again = ReplayedActivations(self.edit, seen, hook)
         with _RefuseRandom(self.edit), contextlib.suppress(_PointNotReached):
             self.edit.body(again)
         return again.result
-
-
-class PassActivations(RunsWithPass):
-    """The activations that a body was given in one pass, in turn, by name."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, Tensor] = {}
-
-    def end(self) -> None:
-        """Lets go of them."""
-        self.values.clear()
 
 
 class _PointNotReached(Exception):
