@@ -27,7 +27,7 @@ from bridge.taps.attention import AttentionWatch, ObservedAttentionCall, show_sc
 from bridge.taps.attention_call import AttentionCall, implementation_of, is_looked_up, is_opaque
 from bridge.taps.experts import RouterWatch
 from bridge.taps.taps import CallWatch, Tap
-from bridge.trace.coroutine import PointPassedError
+from bridge.trace.coroutine import OutOfStepError
 from bridge.trace.edit import BodyActivations, BodyInStep, Edit, assigned
 from bridge.wiring.compiled import ForcedEager, strip
 
@@ -539,7 +539,7 @@ class ReplayedActivations(BodyActivations):
             raise _PointNotReached
         at = list(self._given).index(hook.name)
         if at < self._at:
-            raise PointPassedError(f"{hook.name} has passed. Ask for points in the model's order")
+            raise OutOfStepError(f"{hook.name} has passed. Ask for points in the model's order")
         self._at = at
         return hook.name
 

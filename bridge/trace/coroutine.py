@@ -323,16 +323,8 @@ class Coroutine:
 _NOT_THE_USER = ("bridge.", "jaxtyping.", "beartype.")
 
 
-class PointPassedError(RuntimeError):
-    """A trace was asked for a point that the model has passed."""
-
-
-class PointNeverCameError(RuntimeError):
-    """A trace was asked for a point that the model did not come to."""
-
-
-class LateEditError(RuntimeError):
-    """A value of a trace was changed in place after the model had used it."""
+class OutOfStepError(RuntimeError):
+    """A trace was asked for what the model has passed, or did not come to, or a value was changed after it was used."""
 
 
 class Line(NamedTuple):
@@ -443,7 +435,7 @@ class LateEditGuard:
         """Looks whether any was changed since.
 
         Raises:
-            LateEditError: one was.
+            OutOfStepError: one was.
         """
         changed = [name for counter, version, name in self._counters if counter._version != version]
         for ref, name in self._as_they_were:
@@ -451,7 +443,7 @@ class LateEditGuard:
             if value is not None and self._copies is not None and not _is_same(value, self._copies[value]):
                 changed.append(name)
         for name in changed:
-            raise LateEditError(
+            raise OutOfStepError(
                 f"the value at {name} was changed in place after the model had gone on, which sees nothing of "
                 "that: change it before you ask for a later point, or change a copy (value.clone())"
             )

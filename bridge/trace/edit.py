@@ -13,7 +13,7 @@ from bridge.hooks.context import CURRENT, HookFunction, RunsWithPass
 from bridge.hooks.hooks import HookPoint, replaces_activation, version_of
 from bridge.hooks.names import Names
 from bridge.interventions.operations import Index
-from bridge.trace.coroutine import Coroutine, LateEditGuard, PointPassedError, assigned, mapped
+from bridge.trace.coroutine import Coroutine, LateEditGuard, OutOfStepError, assigned, mapped
 
 
 class BodyActivations:
@@ -127,7 +127,7 @@ class BodyInStep(RunsWithPass, BodyActivations):
         """What becomes of an activation: None where the body does not replace it.
 
         Raises:
-            LateEditError: the body changed a value in place with which the model had gone on.
+            OutOfStepError: the body changed a value in place with which the model had gone on.
             RuntimeError: the point has come already.
         """
         if hook in self._passed:
@@ -172,7 +172,7 @@ class BodyInStep(RunsWithPass, BodyActivations):
             return hook
         if hook in self._passed:
             at = "" if self._here is None else f": the model is at {self._here.name}"
-            raise PointPassedError(f"{hook.name} has passed{at}. Ask for points in the model's order")
+            raise OutOfStepError(f"{hook.name} has passed{at}. Ask for points in the model's order")
         self._waiting = hook
         assert self._coroutine is not None
         self._coroutine.pause()

@@ -20,8 +20,7 @@ from bridge.trace.coroutine import (
     Coroutine,
     LateEditGuard,
     Line,
-    PointNeverCameError,
-    PointPassedError,
+    OutOfStepError,
     assigned,
     calling_line,
     differ,
@@ -247,8 +246,7 @@ class Stops:
         """Lets the model go on to what is asked for.
 
         Raises:
-            PointPassedError: it has passed.
-            PointNeverCameError: the model ended without coming to it.
+            OutOfStepError: it has passed, or the model ended without coming to it.
         """
         assert self.coroutine is not None
         if self.here is not None and self.here.asked == asked:
@@ -258,12 +256,12 @@ class Stops:
         line = calling_line()
         at = self._at()
         if self.here is not None and _share_a_place(asked, self.here.asked):
-            raise PointPassedError(
+            raise OutOfStepError(
                 f"the model is at {self.here.place.name}, for\n    {self.here.line}\n"
                 f"and {place.name} is the same place, asked for in\n    {line}\nOne trace shows it under one of the two"
             )
         if self.here is not None and PointPart in map(type, (asked, self.here.asked)) and self.here.place == place:
-            raise PointPassedError(
+            raise OutOfStepError(
                 f"the model is at {self.here.place.name}, for\n    {self.here.line}\nand shows it once: ask there for "
                 "all heads, queries or keys that are needed, or for the whole"
             )
@@ -307,23 +305,23 @@ class Stops:
         """Whether what did not come may have passed: in the block where the model was."""
         return at is not None and at[0].group == place.group and place.order < at[0].order
 
-    def _passed(self, place: PlaceInOrder, line: Line, at: tuple[PlaceInOrder, Line] | None) -> PointPassedError:
+    def _passed(self, place: PlaceInOrder, line: Line, at: tuple[PlaceInOrder, Line] | None) -> OutOfStepError:
         where = "the model has run to its end"
         if at is not None:
             where = f"the model came to {self._numbered(at[0])} for\n    {at[1]}"
         known = place.name in self._wiring.points
         capture = f', or name it at the start: trace(..., capture=["{place.name}"])' if known else ""
-        return PointPassedError(
+        return OutOfStepError(
             f"{self._numbered(place)} has passed: {where}\nand it is asked for only now, in\n    {line}\n"
             f"Ask in the model's order{capture}"
         )
 
-    def _never(self, place: PlaceInOrder, line: Line, at: tuple[PlaceInOrder, Line] | None) -> PointNeverCameError:
+    def _never(self, place: PlaceInOrder, line: Line, at: tuple[PlaceInOrder, Line] | None) -> OutOfStepError:
         after = (
             " in this run\n" if at is None else f" after {self._numbered(at[0])}, which was asked for in\n    {at[1]}\n"
         )
         near = at is not None and at[0].group == place.group
-        return PointNeverCameError(
+        return OutOfStepError(
             f"{self._numbered(place)} never came{after}It was asked for in\n    {line}\n"
             + ("The model may compute it before the other. " if near else "")
             + "A block may have been skipped, or this input takes another way through the model"

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from adapters.imports import VersionError
 from bridge import TransformerBridge
 from bridge.engine.insides import check_options, check_vllm, sampling, vllm_version
 from bridge.engine.proof import engine_point, rows_like
