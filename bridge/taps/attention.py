@@ -56,10 +56,10 @@ _INSIDE = ("scores", "pattern")
 class AttentionTap(Tap):
     """The tap of an attention module. Its channels are ``q``, ``k``, ``scores`` and ``pattern``."""
 
-    def __init__(self, module: nn.Module, watch: Callable[[Any], CallWatch]) -> None:
+    def __init__(self, module: nn.Module, watch: type[CallWatch]) -> None:
         super().__init__(module, watch)
         self._kernel: PatchedKernel | None = None
-        self._unpatch: Callable[[], object] = lambda: None
+        self._give_kernel_back: Callable[[], object] = lambda: None
         self._slow: RemovableHandle | None = None
 
     def watched(self, *args: Any, **kwargs: Any) -> Any:
@@ -88,13 +88,13 @@ class AttentionTap(Tap):
                 return  # another thread was quicker
             self._leave_kernel()
             self._kernel = PatchedKernel.install(ALL_ATTENTION_FUNCTIONS, implementation)
-            self._unpatch = self._kernel.uninstalled_with(self)
+            self._give_kernel_back = self._kernel.uninstalled_with(self)
 
     def _leave_kernel(self) -> None:
         if self._kernel is not None:
             with LOCK:
                 self._kernel = None
-                self._unpatch()
+                self._give_kernel_back()
 
     def _install(self) -> None:
         super()._install()

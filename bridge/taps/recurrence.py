@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn.functional import silu
 
 from adapters.mixers import FUNCTIONS, ONE_STEP, FunctionTensor, functions_of
 from adapters.views import Args, Kwargs
-from bridge.taps.taps import CallWatch, PatchedFunction, RunCall, Tap, calling_instead
+from bridge.taps.taps import CallWatch, PatchedFunction, RunCall, calling_instead
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The states of a mixer's recurrence, one position after the other, by the model's own function for one step.
@@ -208,20 +208,6 @@ def with_states(recurrence: Recurrence, before: Tensor, new: Tensor) -> Any:
     return recurrence.returned(outputs, state)
 
 
-class RecurrenceTap(Tap):
-    """For mixers that call functions of `adapters.mixers`. Its channels are theirs, and ``state``."""
-
-    def _install(self) -> None:
-        names, there = functions_of(self.module), _namespace(self.module)
-        self._uninstalling = [PatchedFunction.install(there, name).uninstalled_with(self) for name in names]
-        super()._install()
-
-    def _uninstall(self) -> None:
-        super()._uninstall()
-        while self._uninstalling:
-            self._uninstalling.pop()()
-
-
 def _namespace(module: nn.Module) -> MutableMapping[str, Any]:
     """Where a mixer's forward looks for its functions."""
     found: MutableMapping[str, Any] = inspect.unwrap(type(module).forward).__globals__
@@ -229,12 +215,20 @@ def _namespace(module: nn.Module) -> MutableMapping[str, Any]:
 
 
 class MixerWatch(CallWatch):
-    """Shows what one call of a mixer computes: it is called in place of the mixer's functions."""
+    """Shows what one call of a mixer computes: it is called in place of the functions of `adapters.mixers`.
+
+    Its channels are theirs, and ``state``.
+    """
 
     def __init__(self, shown: RunCall) -> None:
         super().__init__(shown)
         self._points, self._length = shown.tap.points, shown.call.input.shape[1]
         self._seen: set[str] = set()
+
+    @staticmethod
+    def functions(module: nn.Module) -> Iterable[tuple[MutableMapping[str, Any], str]]:
+        """Those that a mixer calls."""
+        return [(_namespace(module), name) for name in functions_of(module)]
 
     def output_of(self, run: Callable[[], Any]) -> Any:
         """As `CallWatch` says, where everything was seen that somebody listens to."""

@@ -28,7 +28,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, Self
@@ -51,7 +51,7 @@ class Tap(InForwardsPlace):
 
     Args:
         module: the module.
-        watch: makes what sees the functions that one call of the module calls.
+        watch: the class of what sees the functions that one call of the module calls.
 
     Attributes:
         module, watch: likewise.
@@ -62,7 +62,7 @@ class Tap(InForwardsPlace):
         own: what stood in the module's dictionary before; None where the class's forward was used.
     """
 
-    def __init__(self, module: nn.Module, watch: Callable[[Any], CallWatch]) -> None:
+    def __init__(self, module: nn.Module, watch: type[CallWatch]) -> None:
         self.module, self.watch = module, watch
         self.points: dict[str, tuple[HookPoint, ...]] = {}
         self.opened: tuple[Scope, ...] = ()
@@ -101,6 +101,8 @@ class Tap(InForwardsPlace):
         """Puts the tap before the module's forward, for the first who needs it."""
         self.own: Callable[..., Any] | None = self.module.__dict__.get("forward")
         self.original: Callable[..., Any] = self.module.forward
+        patched = [PatchedFunction.install(there, name) for there, name in self.watch.functions(self.module)]
+        self._unpatch: list[Callable[[], object]] = [each.uninstalled_with(self) for each in patched]
         # Past `nn.Module.__setattr__`, which looks for parameters in everything.
         self.module.__dict__["forward"] = self
 
@@ -115,6 +117,8 @@ class Tap(InForwardsPlace):
             del self.module.__dict__["forward"]
         else:
             self.module.__dict__["forward"] = self.own
+        while self._unpatch:
+            self._unpatch.pop()()
 
     def active_points(self, channels: Sequence[str]) -> list[HookPoint]:
         """The hook points on these channels to which the present code listens."""
@@ -260,6 +264,11 @@ class CallWatch(Watch):
     def __init__(self, shown: TappedCall) -> None:
         super().__init__()
         self.shown = shown
+
+    @staticmethod
+    def functions(module: nn.Module) -> Iterable[tuple[MutableMapping[str, Any], str]]:
+        """Functions that a module looks up while it runs and that are to be patched: where, and under which name."""
+        return ()
 
     @property
     def in_user_function(self) -> bool:

@@ -39,7 +39,7 @@ from bridge.hooks.modules import Finder, TokenEmbedding, check_places
 from bridge.sharing import Sharing
 from bridge.taps.attention import AttentionTap, AttentionWatch
 from bridge.taps.experts import BatchedExpertsWatch, ExpertsWatch, RouterWatch
-from bridge.taps.recurrence import MixerWatch, RecurrenceTap
+from bridge.taps.recurrence import MixerWatch
 from bridge.taps.taps import LOCK, CallWatch, Tap, noop_hook
 from bridge.wiring.compiled import CheckpointedBlocks, ForcedEager, PassBoundary, refuse_inside_compiled
 from bridge.wiring.reading_plan import Keep, ReadingPlan
@@ -434,21 +434,23 @@ class Wiring(AttachesListeners):
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-#: The tap for each kind of site that is not simply a module's input or output, and what sees a call of the module.
-TAPS: dict[str, tuple[type[Tap], type[CallWatch]]] = {
-    "attention": (AttentionTap, AttentionWatch),
-    "softmax": (AttentionTap, AttentionWatch),
-    "experts": (Tap, ExpertsWatch),
-    "batched experts": (Tap, BatchedExpertsWatch),
-    "router": (Tap, RouterWatch),
-    "recurrence": (RecurrenceTap, MixerWatch),
+#: What sees a module's call, for each kind of site that is not simply its input or output: a tap is made of it.
+TAPS: dict[str, type[CallWatch]] = {
+    "attention": AttentionWatch,
+    "softmax": AttentionWatch,
+    "experts": ExpertsWatch,
+    "batched experts": BatchedExpertsWatch,
+    "router": RouterWatch,
+    "recurrence": MixerWatch,
 }
 
 
 def tap_on(kind: str, module: nn.Module) -> Tap:
     """The tap of this kind on a module: the one that another bridge around the model has put there, or a new one."""
-    there, (tap, watch) = module.__dict__.get("forward"), TAPS[kind]
-    return there if isinstance(there, Tap) and there.watch is watch else tap(module, watch)
+    there, watch = module.__dict__.get("forward"), TAPS[kind]
+    if isinstance(there, Tap) and there.watch is watch:
+        return there
+    return (AttentionTap if watch is AttentionWatch else Tap)(module, watch)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
