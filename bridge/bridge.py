@@ -129,29 +129,24 @@ class TransformerBridge(GenerationMethods):
             >>> TransformerBridge.boot_transformers(str(MODEL_DIR)).cfg.n_layers
             4
         """
-        source = loading.loading.ModelOrigin(
+        asked = loading.loading.LoadRequest(
             name=model_name, revision=revision, checkpoint_index=checkpoint_index, checkpoint_value=checkpoint_value,
             gguf_file=gguf_file, cache_dir=cache_dir, force_download=force_download,
-            local_files_only=local_files_only, token=token, trust_remote_code=trust_remote_code,
-        )  # fmt: skip
-        placement = loading.loading.Placement(
-            device=device, device_map=device_map, n_devices=n_devices, max_memory=max_memory
-        )
-        variant = loading.loading.Variant(
-            model_class=model_class, hf_config_overrides=hf_config_overrides, n_ctx=n_ctx, dtype=dtype,
-            attn_implementation=attn_implementation, quantization_config=quantization_config,
-            load_weights=load_weights, patches=patches, weight_conversions=weight_conversions,
-            from_pretrained=from_pretrained,
+            local_files_only=local_files_only, token=token, trust_remote_code=trust_remote_code, device=device,
+            device_map=device_map, n_devices=n_devices, max_memory=max_memory, model_class=model_class,
+            hf_config_overrides=hf_config_overrides, n_ctx=n_ctx, dtype=dtype, attn_implementation=attn_implementation,
+            quantization_config=quantization_config, load_weights=load_weights, patches=patches,
+            weight_conversions=weight_conversions, from_pretrained=from_pretrained,
         )  # fmt: skip
         if hf_model is None:
-            model, files = loading.loading.load(source, placement, variant, progress)
+            model, files = loading.loading.load(asked, progress)
         else:
-            model, files = hf_model, loading.loading.loaded_already(hf_model, source, placement, variant)
+            model, files = hf_model, loading.loading.loaded_already(hf_model, asked)
         bridge = cls(model, loading.loading.tokenizer_of(files, progress) if tokenizer is None else tokenizer)
         if hf_model is None:
             bridge.restore_processing()
-        asked = {"n_ctx": n_ctx, "n_devices": n_devices}
-        for field, value in (files.facts() | {name: n for name, n in asked.items() if n is not None}).items():
+        said = {"n_ctx": n_ctx, "n_devices": n_devices}
+        for field, value in (files.facts() | {name: n for name, n in said.items() if n is not None}).items():
             setattr(bridge.cfg, field, value)
         return bridge
 
