@@ -315,7 +315,7 @@ class LoweredTap:
         module: nn.Module,
         steps: Mapping[str, Sequence[LoweredPoint]],
         here: threading.local,
-        watch: Callable[[ObservedAttentionCall], CallWatch] | None = None,
+        watch: Callable[[ObservedAttentionCall], AttentionWatch | CallWatch] | None = None,
     ) -> None:
         self.module, self.here, self._watch = module, here, watch
         self.steps = {channel: tuple(points) for channel, points in steps.items()}

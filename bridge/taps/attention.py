@@ -44,7 +44,7 @@ from bridge.taps.attention_call import (
     watched_kernel,
     with_heads,
 )
-from bridge.taps.taps import LOCK, CallWatch, RunCall, Tap, TappedCall, noop_hook
+from bridge.taps.taps import LOCK, RunCall, Tap, TappedCall, noop_hook
 
 #: Of so many scores, all heads and queries together, or fewer, the whole is quicker than a part beside the kernel.
 FEW_SCORES = 2**17
@@ -56,8 +56,8 @@ _INSIDE = ("scores", "pattern")
 class AttentionTap(Tap):
     """The tap of an attention module. Its channels are ``q``, ``k``, ``scores`` and ``pattern``."""
 
-    def __init__(self, module: nn.Module, watch: type[CallWatch]) -> None:
-        super().__init__(module, watch)
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
         self._kernel: PatchedKernel | None = None
         self._give_kernel_back: Callable[[], object] = lambda: None
         self._slow: RemovableHandle | None = None
@@ -126,7 +126,7 @@ class ObservedAttentionCall(TappedCall):
         raise NotImplementedError
 
 
-class AttentionWatch(CallWatch, SeesAttention):
+class AttentionWatch(SeesAttention):
     """Shows what one call of an attention module computes. Its channels are ``q``, ``k``, ``scores`` and ``pattern``.
 
     Args:
@@ -134,10 +134,9 @@ class AttentionWatch(CallWatch, SeesAttention):
         kernel_alone: only the kernel is looked at: a softmax or a product elsewhere in the module is another one.
     """
 
-    shown: ObservedAttentionCall
-
     def __init__(self, shown: ObservedAttentionCall, kernel_alone: bool = False) -> None:
-        super().__init__(shown)
+        super().__init__()
+        self.shown = shown
         self._kernel_alone = kernel_alone
         self._seen: list[tuple[str, str]] = []  # the channels on which something was shown
         self._begun = False  # a softmax by hand was given the scores
@@ -147,6 +146,10 @@ class AttentionWatch(CallWatch, SeesAttention):
         self._meet_again = False
         #: The pattern that was shown, whole or of some heads and queries.
         self._patterns: tuple[list[Part], list[Tensor]] | None = None
+
+    @property
+    def in_user_function(self) -> bool:
+        return self.shown.in_user_function
 
     def _awaits(self, channels: tuple[str, str]) -> bool:
         """Whether somebody waits for what is shown on these channels."""
@@ -167,8 +170,9 @@ class AttentionWatch(CallWatch, SeesAttention):
         return func(*args, **kwargs)
 
     def output_of(self, run: Callable[[], Any]) -> Any:
-        """As `CallWatch` says, where everything was seen that somebody listens to."""
-        output = super().output_of(run)
+        """What the module returns when it is run, all of whose functions are seen."""
+        with self:
+            output = run()
         self.check()
         return output
 

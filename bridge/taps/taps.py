@@ -51,7 +51,7 @@ class Tap(InForwardsPlace):
 
     Args:
         module: the module.
-        watch: the class of what sees the functions that one call of the module calls.
+        watch: the class of what sees the functions that one call of the module calls; None: `watched` knows it.
 
     Attributes:
         module, watch: likewise.
@@ -62,7 +62,7 @@ class Tap(InForwardsPlace):
         own: what stood in the module's dictionary before; None where the class's forward was used.
     """
 
-    def __init__(self, module: nn.Module, watch: type[CallWatch]) -> None:
+    def __init__(self, module: nn.Module, watch: type[CallWatch] | None = None) -> None:
         self.module, self.watch = module, watch
         self.points: dict[str, tuple[HookPoint, ...]] = {}
         self.opened: tuple[Scope, ...] = ()
@@ -101,7 +101,8 @@ class Tap(InForwardsPlace):
         """Puts the tap before the module's forward, for the first who needs it."""
         self.own: Callable[..., Any] | None = self.module.__dict__.get("forward")
         self.original: Callable[..., Any] = self.module.forward
-        patched = [PatchedFunction.install(there, name) for there, name in self.watch.functions(self.module)]
+        functions = () if self.watch is None else self.watch.functions(self.module)
+        patched = [PatchedFunction.install(there, name) for there, name in functions]
         self._unpatch: list[Callable[[], object]] = [each.uninstalled_with(self) for each in patched]
         # Past `nn.Module.__setattr__`, which looks for parameters in everything.
         self.module.__dict__["forward"] = self
@@ -172,6 +173,7 @@ class Tap(InForwardsPlace):
 
     def watched(self, *args: object, **kwargs: object) -> Any:
         """The module's forward when somebody listens."""
+        assert self.watch is not None
         watch = self.watch(RunCall(self, Call(self.module, args, kwargs)))
         return watch.output_of(lambda: self.original(*args, **kwargs))
 

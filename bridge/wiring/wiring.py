@@ -37,7 +37,7 @@ from bridge.hooks.context import CURRENT, Listener, Scope, open_scope
 from bridge.hooks.hooks import AttachesListeners, HookPoint, LeaderEdit
 from bridge.hooks.modules import Finder, TokenEmbedding, check_places
 from bridge.sharing import Sharing
-from bridge.taps.attention import AttentionTap, AttentionWatch
+from bridge.taps.attention import AttentionTap
 from bridge.taps.experts import BatchedExpertsWatch, ExpertsWatch, RouterWatch
 from bridge.taps.recurrence import MixerWatch
 from bridge.taps.taps import LOCK, CallWatch, Tap, noop_hook
@@ -434,10 +434,10 @@ class Wiring(AttachesListeners):
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-#: What sees a module's call, for each kind of site that is not simply its input or output: a tap is made of it.
-TAPS: dict[str, type[CallWatch]] = {
-    "attention": AttentionWatch,
-    "softmax": AttentionWatch,
+#: The tap for each kind of site that is not simply a module's input or output, or what such a tap sees a call with.
+TAPS: dict[str, type[Tap] | type[CallWatch]] = {
+    "attention": AttentionTap,
+    "softmax": AttentionTap,
     "experts": ExpertsWatch,
     "batched experts": BatchedExpertsWatch,
     "router": RouterWatch,
@@ -447,10 +447,10 @@ TAPS: dict[str, type[CallWatch]] = {
 
 def tap_on(kind: str, module: nn.Module) -> Tap:
     """The tap of this kind on a module: the one that another bridge around the model has put there, or a new one."""
-    there, watch = module.__dict__.get("forward"), TAPS[kind]
-    if isinstance(there, Tap) and there.watch is watch:
+    there, kept = module.__dict__.get("forward"), TAPS[kind]
+    if isinstance(there, Tap) and kept in (type(there), there.watch):
         return there
-    return (AttentionTap if watch is AttentionWatch else Tap)(module, watch)
+    return kept(module) if issubclass(kept, Tap) else Tap(module, kept)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
