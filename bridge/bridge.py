@@ -146,7 +146,7 @@ class TransformerBridge(GenerationMethods):
         if hf_model is None:
             bridge.restore_processing()
         said = {"n_ctx": n_ctx, "n_devices": n_devices}
-        for field, value in (files.facts() | {name: n for name, n in said.items() if n is not None}).items():
+        for field, value in (files.facts | {name: n for name, n in said.items() if n is not None}).items():
             setattr(bridge.cfg, field, value)
         return bridge
 

@@ -18,8 +18,9 @@ from adapters.imports import ExportedModel, HfExporter, decompose_for_generation
 from adapters.observe.observe import SeesAttention
 from adapters.views import Args, Kwargs
 from adapters.views.attention import KernelArguments
-from bridge.export.formats import Example, ForExecutorch, Format, check_can_take, example_of, format_of
-from bridge.taps.taps import PatchedFunction, calling_instead
+from bridge.export.formats import Example, Format, check_can_take, example_of, for_executorch, format_of
+from bridge.hooks.context import setting
+from bridge.taps.taps import INSTEAD, CallsThrough, PatchedFunction
 from bridge.version import __version__
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -57,7 +58,7 @@ def attention_as_called(under_way: UnderWay) -> Iterator[None]:
 
     patched = PatchedFunction.install(vars(functional), _NAME)
     try:
-        with calling_instead(instead):
+        with setting(INSTEAD, instead):
             yield
     finally:
         patched.uninstall()
@@ -146,7 +147,7 @@ class NamedArguments(nn.Module):
         tokens = given.pop("input_ids", None)
         if self._format == "dynamo":  # attention stays torch's own
             return self._run(tokens, inputs, given)
-        others = ForExecutorch() if self._format == "executorch" else nullcontext()
+        others = CallsThrough(for_executorch) if self._format == "executorch" else nullcontext()
         with attention_as_called(self._attention), others:
             return self._run(tokens, inputs, given)
 

@@ -20,7 +20,7 @@ from adapters.points import Point, base_path, core_path, join
 from adapters.views import Args, Call, Kwargs, View
 from bridge.bridge import TransformerBridge
 from bridge.hooks.arguments import check_choice
-from bridge.hooks.context import CURRENT, Listener, Scope, forward_pass, without_hooks
+from bridge.hooks.context import CURRENT, Listener, Scope, forward_pass, setting, without_hooks
 from bridge.hooks.hooks import Handle, checked
 from bridge.hooks.hooks import HookPoint as AnyHookPoint
 from bridge.hooks.modules import InForwardsPlace, first_parameter
@@ -286,11 +286,8 @@ class Part(HoldsParameters, nn.Module):
         inner = calls.get(self)
         if inner is not None:
             return inner(one_input(self.name, inputs, kwargs))  # type: ignore[no-any-return]
-        token = CALLS.set({**calls, self: None})
-        try:
+        with setting(CALLS, {**calls, self: None}):
             return self.host.call_part(self.name, *inputs, **kwargs)
-        finally:
-            CALLS.reset(token)
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__") or "host" not in self.__dict__:
@@ -464,16 +461,13 @@ class ReplacedForward(InForwardsPlace):
             made.append(self.inner(given, *args[1:], **kwargs) if args else self.inner(**{**kwargs, name: given}))
             return self.view.get(_first(made[-1]), call)
 
-        token = CALLS.set({**calls, self.part: inner})
-        try:
+        with setting(CALLS, {**calls, self.part: inner}):
             if self.of_attention:
                 out = self.replacement()(
                     query_input=x, key_input=x, value_input=x, past_kv_cache_entry=None, attention_mask=None
                 )
             else:
                 out = self.replacement()(x)
-        finally:
-            CALLS.reset(token)
         if not made:
             made.append(self._without(args, kwargs))
         out = self.view.put(_first(made[-1]), out, call)
@@ -1051,11 +1045,8 @@ class ModuleTree(HoldsParameters, TransformerBridge, ListsHooks):
 
     def _put_at(self, point: AnyHookPoint, module: nn.Module) -> Handle:
         def call(activation: Tensor, hook: HookPoint) -> Tensor:
-            token = CALLS.set({**CALLS.get(), hook: None})  # it may call the hook point, whose hooks the model runs
-            try:
+            with setting(CALLS, {**CALLS.get(), hook: None}):  # it may call the hook point, whose hooks the model runs
                 return checked(module(activation.clone()), activation, listener, point)
-            finally:
-                CALLS.reset(token)
 
         listener = Listener("follow", call)  # no hook of the user's: it stays, and what it computes is of the run
         self.wiring.add(point, listener)

@@ -70,15 +70,6 @@ STANFORD_STEPS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """One of a model's checkpoints: where it is, and which one it is."""
-
-    revision: str
-    index: int
-    value: int
-
-
 def checkpoint_steps(name: str) -> tuple[int, ...]:
     """The training steps at which a model was saved.
 
@@ -97,8 +88,8 @@ def checkpoint_steps(name: str) -> tuple[int, ...]:
     raise ValueError(f"no checkpoints are known for {name!r}; they are for EleutherAI/pythia-* and stanford-crfm/*")
 
 
-def checkpoint_revision(name: str, index: int | None, value: int | None) -> Checkpoint | None:
-    """Where a checkpoint is.
+def checkpoint_revision(name: str, index: int | None, value: int | None) -> tuple[str | None, dict[str, Any]]:
+    """Where a checkpoint is, and which one it is: the revision, and fields of the bridge's `cfg`.
 
     Args:
         name: the model's name on the hub.
@@ -109,7 +100,7 @@ def checkpoint_revision(name: str, index: int | None, value: int | None) -> Chec
         ValueError: both are given, or there is no such checkpoint.
     """
     if index is None and value is None:
-        return None
+        return None, {}
     if index is not None and value is not None:
         raise ValueError(f"checkpoint_index={index} and checkpoint_value={value} exclude each other")
     steps = checkpoint_steps(name)
@@ -123,7 +114,8 @@ def checkpoint_revision(name: str, index: int | None, value: int | None) -> Chec
         raise ValueError(f"{name} has {len(steps)} checkpoints; checkpoint_index={index} is out of range")
     index %= len(steps)
     prefix = "step" if "pythia" in name else "checkpoint-"
-    return Checkpoint(f"{prefix}{steps[index]}", index, steps[index])
+    facts = {"from_checkpoint": True, "checkpoint_index": index, "checkpoint_value": steps[index]}
+    return f"{prefix}{steps[index]}", facts | {"checkpoint_label_type": "step"}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -217,17 +209,17 @@ class LoadRequest:
                 f"{name} is stored in HookedTransformer's own format: "
                 "bridge.legacy.HookedTransformer.from_pretrained loads it"
             )
-        checkpoint = checkpoint_revision(name, self.checkpoint_index, self.checkpoint_value)
+        checkpoint, facts = checkpoint_revision(name, self.checkpoint_index, self.checkpoint_value)
         if checkpoint is not None and self.revision is not None:
             raise ValueError(f"revision={self.revision!r} and a checkpoint exclude each other")
         asked = {
             "cache_dir": self.cache_dir, "force_download": self.force_download, "token": self.token,
             "local_files_only": self.local_files_only, "gguf_file": self.gguf_file,
-            "revision": checkpoint.revision if checkpoint else self.revision,
+            "revision": checkpoint or self.revision,
         }  # fmt: skip
         where: dict[str, Any] = {key: value for key, value in asked.items() if value}
         where["trust_remote_code"] = self.trust_remote_code
-        return ModelFiles(name, where, checkpoint)
+        return ModelFiles(name, where, {"model_name": name} | facts)
 
     def _placed(self) -> dict[str, Any]:
         """What `from_pretrained` is given that says where the weights are to be.
@@ -282,24 +274,12 @@ class ModelFiles:
     Attributes:
         name: of the model on the hub, or a folder.
         where: what `from_pretrained` is given to find it.
-        checkpoint: which training checkpoint it is, if it is one.
+        facts: fields of the bridge's `cfg`: its name, and which training checkpoint it is, if it is one.
     """
 
     name: str
     where: dict[str, Any]
-    checkpoint: Checkpoint | None
-
-    def facts(self) -> dict[str, str | int | bool]:
-        """Fields of the bridge's `cfg`."""
-        if self.checkpoint is None:
-            return {"model_name": self.name}
-        return {
-            "model_name": self.name,
-            "from_checkpoint": True,
-            "checkpoint_index": self.checkpoint.index,
-            "checkpoint_value": self.checkpoint.value,
-            "checkpoint_label_type": "step",
-        }
+    facts: dict[str, Any]
 
 
 def _override(config: PreTrainedConfig, changes: Mapping[str, object]) -> None:

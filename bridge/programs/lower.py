@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from adapters.feed_forward import first_projection, gate_and_up, has_gate, joined, stacked
 from adapters.imports import is_compiling
@@ -26,7 +25,7 @@ from bridge.run.inputs import RunnableBridge
 from bridge.taps.attention import AttentionWatch, ObservedAttentionCall, show_scores_and_pattern
 from bridge.taps.attention_call import AttentionCall, implementation_of, is_looked_up, is_opaque
 from bridge.taps.experts import RouterWatch
-from bridge.taps.taps import CallWatch, Tap
+from bridge.taps.taps import CallsThrough, CallWatch, Tap
 from bridge.trace.coroutine import OutOfStepError
 from bridge.trace.edit import BodyActivations, BodyInStep, Edit, assigned
 from bridge.wiring.compiled import ForcedEager, strip
@@ -506,9 +505,18 @@ class LoweredBody:
         seen = program_pass.given.setdefault(self, {})
         seen[hook.name] = given
         again = ReplayedActivations(self.edit, seen, hook)
-        with _RefuseRandom(self.edit), contextlib.suppress(_PointNotReached):
+        with CallsThrough(self._refuse_random), contextlib.suppress(_PointNotReached):
             self.edit.body(again)
         return again.result
+
+    def _refuse_random(self, func: AnyFunction, args: Args, kwargs: Kwargs) -> Any:
+        if func in _RANDOM and len(self.edit.points) > 1:
+            raise ValueError(
+                f"{self.edit!r} draws random numbers ({getattr(func, '__name__', func)}), and asks for several "
+                "points: in a compiled or exported program its body runs once for each of them, with other numbers "
+                "each time. Give the numbers to the program as an input"
+            )
+        return func(*args, **kwargs)
 
 
 class _PointNotReached(Exception):
@@ -556,22 +564,3 @@ class ReplayedActivations(BodyActivations):
         found = self._reach(name)
         self._given[found] = assigned(value, self._given[found], self._edit.find(name))
         self._note(found)
-
-
-class _RefuseRandom(TorchFunctionMode):
-    """Refuses random numbers in a body that is run more than once."""
-
-    def __init__(self, edit: Edit) -> None:
-        super().__init__()
-        self._edit = edit
-
-    def __torch_function__(
-        self, func: AnyFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
-    ) -> object:
-        if func in _RANDOM and len(self._edit.points) > 1:
-            raise ValueError(
-                f"{self._edit!r} draws random numbers ({getattr(func, '__name__', func)}), and asks for several "
-                "points: in a compiled or exported program its body runs once for each of them, with other numbers "
-                "each time. Give the numbers to the program as an input"
-            )
-        return func(*args, **({} if kwargs is None else kwargs))

@@ -13,7 +13,8 @@ from torch.nn.functional import silu
 
 from adapters.mixers import FUNCTIONS, ONE_STEP, FunctionTensor, functions_of
 from adapters.views import Args, Kwargs
-from bridge.taps.taps import CallWatch, PatchedFunction, RunCall, calling_instead
+from bridge.hooks.context import setting
+from bridge.taps.taps import INSTEAD, CallWatch, PatchedFunction, RunCall
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The states of a mixer's recurrence, one position after the other, by the model's own function for one step.
@@ -232,7 +233,7 @@ class MixerWatch(CallWatch):
 
     def output_of(self, run: Callable[[], Any]) -> Any:
         """As `CallWatch` says, where everything was seen that somebody listens to."""
-        with calling_instead(self.instead):
+        with setting(INSTEAD, self.instead):
             output = run()
         self._check()
         return output

@@ -9,7 +9,7 @@ What comes in are the arguments of the module's call; what goes out is what the 
 1. *Is anybody there?* A tap asks who of the present code listens on its channels (`Tap.active_points`). Where nobody
    does, it calls the forward that it stands before, and is out of the way.
 2. *Watch.* A `CallWatch` (a mode of torch's functions) is on while the forward runs, or, where transformers looks the
-   kernel up by name, while that kernel runs (`PatchedFunction`, `calling_instead`). It recognises what it knows by
+   kernel up by name, while that kernel runs (`PatchedFunction`, `INSTEAD`). It recognises what it knows by
    the function and its arguments: a softmax, a product of queries and keys, a kernel, an expert's matrix.
 3. *Show.* What it recognised is shown on a channel (`Tap.show`): each hook point there sees it, as it would a
    module's output, and the function goes on with what they make of it.
@@ -286,6 +286,21 @@ class CallWatch(Watch):
             return run()
 
 
+class CallsThrough(Watch):
+    """Has another function called in place of each of torch's while it is active.
+
+    Args:
+        function: is given the function of torch, and the call's arguments.
+    """
+
+    def __init__(self, function: Callable[[Callable[..., Any], Args, Kwargs], Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def call(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+        return self._function(func, args, kwargs)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Functions that a model looks up by name while it runs, and how they are patched.
 # ----------------------------------------------------------------------------------------------------------------------
@@ -300,7 +315,7 @@ LOCK = threading.RLock()
 
 
 #: What is called in place of functions in this context; None: the functions themselves.
-_INSTEAD: ContextVar[Instead | None] = ContextVar("transformer_bridge_instead", default=None)
+INSTEAD: ContextVar[Instead | None] = ContextVar("transformer_bridge_instead", default=None)
 
 
 class PatchedFunction:
@@ -327,7 +342,7 @@ class PatchedFunction:
         return self._own
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        instead = _INSTEAD.get()
+        instead = INSTEAD.get()
         return self.own(*args, **kwargs) if instead is None else instead(self.own, self.name, args, kwargs)
 
     @classmethod
@@ -362,24 +377,3 @@ class PatchedFunction:
     def restore(self) -> None:
         """Puts back what was there."""
         self.namespace[self.name] = self._own
-
-
-class calling_instead:
-    """Calls something else in place of the patched functions, inside a ``with`` statement.
-
-    A generator would take longer, in each layer of every run.
-
-    Args:
-        instead: what is called.
-    """
-
-    __slots__ = ("_instead", "_token")
-
-    def __init__(self, instead: Instead) -> None:
-        self._instead = instead
-
-    def __enter__(self) -> None:
-        self._token = _INSTEAD.set(self._instead)
-
-    def __exit__(self, *error: object) -> None:
-        _INSTEAD.reset(self._token)

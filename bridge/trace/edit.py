@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import partialmethod
 from typing import Any, NoReturn, overload
 
 import torch
@@ -296,17 +297,10 @@ class EveryStep:
     def _written(self) -> EveryStep:
         return EveryStep(self._name, self._record, self._path, is_written=True)
 
-    def __iadd__(self, value: object) -> EveryStep:  # type: ignore[misc]
-        return self._augment(operator.add, value)
-
-    def __isub__(self, value: object) -> EveryStep:  # type: ignore[misc]
-        return self._augment(operator.sub, value)
-
-    def __imul__(self, value: object) -> EveryStep:  # type: ignore[misc]
-        return self._augment(operator.mul, value)
-
-    def __itruediv__(self, value: object) -> EveryStep:  # type: ignore[misc]
-        return self._augment(operator.truediv, value)
+    __iadd__ = partialmethod(_augment, operator.add)
+    __isub__ = partialmethod(_augment, operator.sub)
+    __imul__ = partialmethod(_augment, operator.mul)
+    __itruediv__ = partialmethod(_augment, operator.truediv)
 
     def __getattr__(self, method: str) -> Callable[..., EveryStep]:
         in_place = method.endswith("_") and not method.startswith("_") and hasattr(Tensor, method)
