@@ -62,6 +62,8 @@ class Tap(InForwardsPlace):
         own: what stood in the module's dictionary before; None where the class's forward was used.
     """
 
+    _unpatch: Sequence[Callable[[], object]] = ()
+
     def __init__(self, module: nn.Module, watch: type[CallWatch] | None = None) -> None:
         self.module, self.watch = module, watch
         self.points: dict[str, tuple[HookPoint, ...]] = {}
@@ -101,9 +103,9 @@ class Tap(InForwardsPlace):
         """Puts the tap before the module's forward, for the first who needs it."""
         self.own: Callable[..., Any] | None = self.module.__dict__.get("forward")
         self.original: Callable[..., Any] = self.module.forward
-        functions = () if self.watch is None else self.watch.functions(self.module)
-        patched = [PatchedFunction.install(there, name) for there, name in functions]
-        self._unpatch: list[Callable[[], object]] = [each.uninstalled_with(self) for each in patched]
+        if self.watch is not None:
+            patched = [PatchedFunction.install(there, name) for there, name in self.watch.functions(self.module)]
+            self._unpatch = [each.uninstalled_with(self) for each in patched]
         # Past `nn.Module.__setattr__`, which looks for parameters in everything.
         self.module.__dict__["forward"] = self
 
@@ -118,8 +120,8 @@ class Tap(InForwardsPlace):
             del self.module.__dict__["forward"]
         else:
             self.module.__dict__["forward"] = self.own
-        while self._unpatch:
-            self._unpatch.pop()()
+        for unpatch in self._unpatch:
+            unpatch()
 
     def active_points(self, channels: Sequence[str]) -> list[HookPoint]:
         """The hook points on these channels to which the present code listens."""
