@@ -11,9 +11,9 @@ import os
 import pickle
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import takewhile
@@ -79,7 +79,7 @@ def run_local(
         open_writers.remove(writer)
         done(record, seconds)
 
-    def steps() -> Iterator[Callable[[], object]]:
+    def steps() -> Generator[Callable[[], object], None, None]:
         spent = maker.model_seconds
         for shard in shards:
             writer = ShardWriter(folder, shard, file_format)
@@ -90,7 +90,8 @@ def run_local(
             yield partial(finish, writer, seconds, maker.batch_size)
 
     try:
-        do_in_background(steps())
+        with closing(steps()) as made:  # which the traceback of an error would hold
+            do_in_background(made)
     finally:
         for writer in open_writers:
             writer.abandon()
