@@ -19,8 +19,7 @@ from adapters.observe.observe import SeesAttention
 from adapters.views import Args, Kwargs
 from adapters.views.attention import KernelArguments
 from bridge.export.formats import Example, Format, check_can_take, example_of, for_executorch, format_of
-from bridge.hooks.context import setting
-from bridge.taps.taps import INSTEAD, CallsThrough, PatchedFunction
+from bridge.taps.taps import CallsThrough, PatchedFunction, calling_instead
 from bridge.version import __version__
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -58,7 +57,7 @@ def attention_as_called(under_way: UnderWay) -> Iterator[None]:
 
     patched = PatchedFunction.install(vars(functional), _NAME)
     try:
-        with setting(INSTEAD, instead):
+        with calling_instead(instead):
             yield
     finally:
         patched.uninstall()

@@ -25,10 +25,9 @@ from transformers.utils.import_utils import is_torch_flex_attn_available
 from adapters.attention import pattern_of, result_of, scores_of, writes_over
 from adapters.views import Args, Call, Deferred, Kwargs, View
 from adapters.views.attention import KernelArguments
-from bridge.hooks.context import setting
 from bridge.hooks.parts import MAX_BYTES, entries_of, index_on, picked, rows_within
 from bridge.sharing import SharedTensor
-from bridge.taps.taps import INSTEAD, PatchedFunction
+from bridge.taps.taps import PatchedFunction, calling_instead
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What kernels that are no torch functions mean by their masks, as a mask to be added to the scores.
@@ -419,7 +418,7 @@ def watched_kernel(module: nn.Module, watch: TorchFunctionMode, before: BeforeKe
                 return own(*args, **options)
         return _before_opaque(own, name, before, *args, **options)
 
-    return setting(INSTEAD, instead)
+    return calling_instead(instead)
 
 
 def _before_opaque(

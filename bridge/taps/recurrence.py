@@ -13,8 +13,7 @@ from torch.nn.functional import silu
 
 from adapters.mixers import FUNCTIONS, ONE_STEP, FunctionTensor, functions_of
 from adapters.views import Args, Kwargs
-from bridge.hooks.context import setting
-from bridge.taps.taps import INSTEAD, CallWatch, PatchedFunction, RunCall
+from bridge.taps.taps import CallWatch, PatchedFunction, RunCall, calling_instead
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The states of a mixer's recurrence, one position after the other, by the model's own function for one step.
@@ -233,7 +232,7 @@ class MixerWatch(CallWatch):
 
     def output_of(self, run: Callable[[], Any]) -> Any:
         """As `CallWatch` says, where everything was seen that somebody listens to."""
-        with setting(INSTEAD, self.instead):
+        with calling_instead(self.instead):
             output = run()
         self._check()
         return output

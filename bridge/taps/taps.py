@@ -9,7 +9,7 @@ What comes in are the arguments of the module's call; what goes out is what the 
 1. *Is anybody there?* A tap asks who of the present code listens on its channels (`Tap.active_points`). Where nobody
    does, it calls the forward that it stands before, and is out of the way.
 2. *Watch.* A `CallWatch` (a mode of torch's functions) is on while the forward runs, or, where transformers looks the
-   kernel up by name, while that kernel runs (`PatchedFunction`, `INSTEAD`). It recognises what it knows by
+   kernel up by name, while that kernel runs (`PatchedFunction`, `calling_instead`). It recognises what it knows by
    the function and its arguments: a softmax, a product of queries and keys, a kernel, an expert's matrix.
 3. *Show.* What it recognised is shown on a channel (`Tap.show`): each hook point there sees it, as it would a
    module's output, and the function goes on with what they make of it.
@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from adapters.observe.observe import Watch
 from adapters.points import call_number
 from adapters.views import Args, Call, Kwargs
-from bridge.hooks.context import CURRENT, ForwardPass, Scope
+from bridge.hooks.context import CURRENT, ForwardPass, Scope, setting
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.modules import InForwardsPlace
 from bridge.sharing import SharedTensor
@@ -317,7 +317,7 @@ LOCK = threading.RLock()
 
 
 #: What is called in place of functions in this context; None: the functions themselves.
-INSTEAD: ContextVar[Instead | None] = ContextVar("transformer_bridge_instead", default=None)
+_INSTEAD: ContextVar[Instead | None] = ContextVar("transformer_bridge_instead", default=None)
 
 
 class PatchedFunction:
@@ -344,7 +344,7 @@ class PatchedFunction:
         return self._own
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        instead = INSTEAD.get()
+        instead = _INSTEAD.get()
         return self.own(*args, **kwargs) if instead is None else instead(self.own, self.name, args, kwargs)
 
     @classmethod
@@ -379,3 +379,12 @@ class PatchedFunction:
     def restore(self) -> None:
         """Puts back what was there."""
         self.namespace[self.name] = self._own
+
+
+def calling_instead(instead: Instead) -> setting[Instead | None]:
+    """Calls something else in place of the patched functions, inside a ``with`` statement.
+
+    Args:
+        instead: what is called.
+    """
+    return setting(_INSTEAD, instead)
