@@ -16,7 +16,6 @@ from torch.nn import functional
 from torch.overrides import BaseTorchFunctionMode
 
 from adapters.imports import HfExporter, get_exporter_class
-from adapters.observe.observe import Watch
 from adapters.views import Args
 
 
@@ -186,11 +185,9 @@ def _any_size(value: object) -> dict[int, object] | None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class ForExecutorch(Watch):
-    """While it is active, tensors are split by slices, and GELU by tanh is computed step by step."""
-
-    def call(self, func: AnyFunction, args: Args, kwargs: Example) -> Any:
-        return _IN_OTHER_WORDS.get(func, func)(*args, **kwargs)
+def for_executorch(func: AnyFunction, args: Args, kwargs: Example) -> Any:
+    """A function's result, where tensors are split by slices, and GELU by tanh is computed step by step."""
+    return _IN_OTHER_WORDS.get(func, func)(*args, **kwargs)
 
 
 def _split(tensor: Tensor, split_size_or_sections: int | Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import bridge.legacy.loading_from_pretrained as loading
-from adapters.observe.observe import Watch, evaluating
+from adapters.observe.observe import evaluating
 from adapters.points import join
 from adapters.views import Args, Kwargs
 from bridge.bridge import TransformerBridge
@@ -20,6 +20,7 @@ from bridge.legacy.table import named
 from bridge.legacy.utilities import draw
 from bridge.loading.loading import context_fields
 from bridge.native import NativeConfig, NativeModel
+from bridge.taps.taps import CallsThrough
 
 __getattr__ = named(__name__)
 SingleLoss = Float[Tensor, ""]
@@ -88,7 +89,7 @@ class HookedTransformer(LegacyModel):
             if not config.init_weights:
                 return NativeModel(native)
             native.init_weights = False
-            with _NothingIsDrawn():
+            with CallsThrough(_nothing_is_drawn):
                 model = NativeModel(native)
         native.init_weights = True
         return model
@@ -321,15 +322,13 @@ def _same(a: nn.Module, b: nn.Module) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
 
 
-class _NothingIsDrawn(Watch):
-    """While a model is made whose matrices `init_weights` draws at once: they are left empty, and biases are zero."""
-
-    def call(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        if func.__name__ not in ("normal_", "uniform_", "kaiming_uniform_"):  # of tensors, and of torch.nn.init
-            return func(*args, **kwargs)
-        tensor = args[0] if args else kwargs["tensor"]
-        with torch.no_grad():
-            return tensor.zero_() if tensor.ndim == 1 else tensor
+def _nothing_is_drawn(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Leaves matrices empty, and biases zero, of a model whose matrices `init_weights` draws at once."""
+    if func.__name__ not in ("normal_", "uniform_", "kaiming_uniform_"):  # of tensors, and of torch.nn.init
+        return func(*args, **kwargs)
+    tensor = args[0] if args else kwargs["tensor"]
+    with torch.no_grad():
+        return tensor.zero_() if tensor.ndim == 1 else tensor
 
 
 def one_layer_model(cfg: Any, fields: Kwargs, *more: Any, **kwargs: Any) -> HookedTransformer:

@@ -14,7 +14,8 @@ from torch.nn import functional
 from bridge import TransformerBridge
 from bridge.export import formats
 from bridge.export.export import attention_as_called
-from bridge.export.formats import ForExecutorch, example_of
+from bridge.export.formats import example_of, for_executorch
+from bridge.taps.taps import CallsThrough
 from tests.adapters.test_verify_all import tiny
 
 
@@ -72,7 +73,7 @@ def test_executorch_is_told_in_other_words_what_it_gets_wrong():
 
     class Told(Calls):
         def forward(self, x: Tensor) -> list[Tensor]:
-            with ForExecutorch():
+            with CallsThrough(for_executorch):
                 return super().forward(x)
 
     x = torch.randn(2, 5, 13)
