@@ -26,7 +26,7 @@ from adapters.views import Deferred
 from bridge.analysis.analysis import Index, Plain, pick, plain
 from bridge.analysis.layer_outputs import path_of_norm
 from bridge.analysis.residual import ResidualMethods
-from bridge.hooks.arguments import BatchAxisError, refuse_wrong_types, shown
+from bridge.hooks.arguments import refuse_wrong_types, shown, without_batch_axis
 from bridge.hooks.asked import StudiedBridge
 from bridge.hooks.modules import Written, written_to
 from bridge.hooks.names import act_name, suggestion
@@ -364,10 +364,7 @@ class ActivationCache(ResidualMethods):
         """
         if self.has_batch_dim:
             batched = {name: value for name, value in self.cache_dict.items() if not self._has_rows(name)}
-            for name, value in batched.items():
-                if value.shape[0] != 1:
-                    raise BatchAxisError(value.shape[0], name, list(value.shape))
-            self.cache_dict |= {name: value[0] for name, value in batched.items()}
+            self.cache_dict |= {name: without_batch_axis(value, name) for name, value in batched.items()}
             self.has_batch_dim = False
         return self
 

@@ -23,7 +23,7 @@ from adapters.inputs import takes
 from adapters.points import module_at, path_from
 from bridge.analysis.analysis import refuse_no_stream
 from bridge.hooks.arguments import check_positive, refuse_wrong_types, shown
-from bridge.hooks.context import CURRENT, RunContext, in_context
+from bridge.hooks.context import CURRENT, RunContext, setting
 from bridge.hooks.modules import written_to
 from bridge.hooks.names import last_stream
 from bridge.run.inputs import Input, RunnableBridge, prompts_with, unpacked
@@ -458,7 +458,7 @@ def as_read(bridge: RunnableBridge, decode: Decode, hooked: bool) -> Decode:
                 "to, or adapters switched): read again"
             )
         here = CURRENT.get()
-        with in_context(RunContext(here.shared, generation=here.generation, inherited=here.shared)):
+        with setting(CURRENT, RunContext(here.shared, generation=here.generation, inherited=here.shared)):
             return decode(stream, layer)
 
     return decoded

@@ -23,7 +23,7 @@ from torch import Tensor
 from adapters.architecture import Architecture
 from adapters.config import ModelConfig
 from adapters.weights import Weights
-from bridge.hooks.arguments import refuse_wrong_types, shape_text
+from bridge.hooks.arguments import CannotBeDoneError, refuse_wrong_types, shape_text
 from bridge.hooks.context import trace_of
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import Names, suggestion
@@ -50,10 +50,6 @@ def _axes_of(index: Any) -> int:
     return 0 if index is None or index is Ellipsis else index.ndim if _is_mask(index) else 1
 
 
-class FactoredMatrixError(ValueError, AssertionError):
-    """The factors do not fit. HookedTransformer's gives an `AssertionError` there."""
-
-
 class FactoredMatrix:
     """The product ``A @ B``, which is not formed unless it is asked for.
 
@@ -72,7 +68,7 @@ class FactoredMatrix:
         shape: of the product.
 
     Raises:
-        FactoredMatrixError: (a ValueError) the factors do not fit.
+        CannotBeDoneError: (a ValueError) the factors do not fit.
         RuntimeError: their leading axes cannot be broadcast.
 
     Example:
@@ -86,7 +82,7 @@ class FactoredMatrix:
     @refuse_wrong_types
     def __init__(self, A: Num[Tensor, "..."], B: Num[Tensor, "..."]) -> None:
         if A.ndim < 2 or B.ndim < 2 or A.shape[-1] != B.shape[-2]:
-            raise FactoredMatrixError(
+            raise CannotBeDoneError(
                 f"the factors must be [..., ldim, mdim] and [..., mdim, rdim]; they are {list(A.shape)} and "
                 f"{list(B.shape)}"
             )
@@ -126,10 +122,10 @@ class FactoredMatrix:
         """The product the other way round.
 
         Raises:
-            FactoredMatrixError: (a ValueError) `ldim` and `rdim` differ.
+            CannotBeDoneError: (a ValueError) `ldim` and `rdim` differ.
         """
         if self.ldim != self.rdim:
-            raise FactoredMatrixError(f"BA needs a square matrix; this one is {list(self.shape)}")
+            raise CannotBeDoneError(f"BA needs a square matrix; this one is {list(self.shape)}")
         return self.B @ self.A
 
     @property
@@ -142,7 +138,7 @@ class FactoredMatrix:
         if not isinstance(other, Tensor | FactoredMatrix):
             return NotImplemented
         if other.shape[-1 if other.ndim < 2 else -2] != self.rdim:
-            raise FactoredMatrixError(f"cannot multiply {list(self.shape)} with {list(other.shape)}")
+            raise CannotBeDoneError(f"cannot multiply {list(self.shape)} with {list(other.shape)}")
         if isinstance(other, FactoredMatrix):
             return (self @ other.A) @ other.B
         if other.ndim < 2:
@@ -153,7 +149,7 @@ class FactoredMatrix:
         if not isinstance(other, Tensor):
             return NotImplemented
         if other.shape[-1] != self.ldim:
-            raise FactoredMatrixError(f"cannot multiply {list(other.shape)} with {list(self.shape)}")
+            raise CannotBeDoneError(f"cannot multiply {list(other.shape)} with {list(self.shape)}")
         if other.ndim < 2:
             return ((other.unsqueeze(-2) @ self.A) @ self.B).squeeze(-2)
         return FactoredMatrix(other @ self.A, self.B) if self.ldim > self.mdim else FactoredMatrix(other, self.AB)
@@ -161,7 +157,7 @@ class FactoredMatrix:
     def __mul__(self, scalar: Any) -> FactoredMatrix:
         """Times a number."""
         if isinstance(scalar, Tensor) and scalar.numel() != 1:
-            raise FactoredMatrixError(
+            raise CannotBeDoneError(
                 f"* is for numbers, not a tensor of shape {list(scalar.shape)}; matrices multiply with @"
             )
         if not isinstance(scalar, Tensor | int | float):

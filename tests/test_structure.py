@@ -53,9 +53,9 @@ MAY_USE = {
     "bridge.facade": {
         "adapters", "weight_processing", "bridge.hooks", "bridge.wiring", "bridge.run", "bridge.weights",
         "bridge.analysis", "bridge.cache", "bridge.generation", "bridge.trace", "bridge.programs", "bridge.native",
-        "bridge.lens", "bridge.embedded", "bridge.loading", "bridge.version", "bridge.bases", "bridge.interventions",
+        "bridge.lens", "bridge.version", "bridge.bases", "bridge.interventions",
     },
-    "bridge.bridge": {"bridge.facade", "bridge.run"},
+    "bridge.bridge": {"adapters", "bridge.facade", "bridge.run", "bridge.embedded", "bridge.loading"},
     "bridge.patching": {
         "adapters", "bridge.bridge", "bridge.hooks", "bridge.interventions", "bridge.run", "bridge.bases",
     },

@@ -436,7 +436,8 @@ class _Inference:
         return alone if self._mixes(alone) else None
 
     def _attention(self, part: FoundPart, norms: Norms, block: ModuleCall, index: int) -> Attention:
-        found = FoundAttention(part, self.recording, norms, block, self.attentions)
+        # A copy: in a circle with those that hold it, the whole run would stay there.
+        found = FoundAttention(part, self.recording, norms, block, dict(self.attentions))
         declared = self.facts.add_attention(found, with_values(found, found.declare()))
         found.declared = replace(declared, auxiliary_modules=auxiliary_modules(found, declared, norms))
         if found.keys_of is None:

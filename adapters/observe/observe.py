@@ -25,7 +25,7 @@ and modes are gone after the run, and after an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from adapters.attention import pattern_of, per_head, result_of, scores_of
 from adapters.inputs import argument_names
@@ -493,6 +494,8 @@ class CallRecorder:
         self.recording = Recording() if recording is None else recording
         self.running: list[ModuleCall] = []
         self._time = 0
+        #: Of each tensor that is still there, what it held and which change that was the last of.
+        self._held: MutableMapping[Tensor, tuple[int | None, Tensor]] = WeakTensorKeyDictionary()
 
     def __enter__(self) -> Recording:
         with ExitStack() as attached:
@@ -546,8 +549,17 @@ class CallRecorder:
 
     def _kept(self, x: Any) -> Any:
         if isinstance(x, Tensor):
-            return x.detach().clone() if self.copies else x
+            return self.copied(x) if self.copies else x
         return type(x)(map(self._kept, x)) if type(x) in (tuple, list) else x
+
+    def copied(self, x: Tensor) -> Tensor:
+        """What a tensor holds now: one copy for all that read it, until it is changed in place."""
+        version = None if x.is_inference() else x._version
+        before, copy = self._held.get(x, (None, x))
+        if version is None or before != version:
+            copy = x.detach().clone()
+            self._held[x] = version, copy
+        return copy
 
     def _with_graph(self, call: ModuleCall) -> Any:
         """Notes what leaves a module, in the graph; and what it is to return."""
@@ -564,18 +576,18 @@ class CallRecorder:
 
 
 class Watch(TorchFunctionMode):
-    """Sees the torch functions that modules call while it is active; `instead` or a subclass says what is done."""
+    """Sees the torch functions that modules call while it is active; `calling` or a subclass says what is done."""
 
     #: The functions that `call` does something about; None: it is asked about all.
     looked_at: Collection[Function] | None = None
     #: What is called in place of each of them, with it and its arguments; None: a subclass says it (`call`).
-    instead: Callable[[Function, Args, Kwargs], Any] | None = None
+    _instead: Callable[[Function, Args, Kwargs], Any] | None = None
 
     @classmethod
     def calling(cls, instead: Callable[[Function, Args, Kwargs], Any]) -> Self:
         """One that calls something in place of each function."""
         made = cls()
-        made.instead = instead
+        made._instead = instead
         return made
 
     @property
@@ -593,9 +605,9 @@ class Watch(TorchFunctionMode):
 
     def call(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """Calls a function of the module's, or does something else in its place."""
-        if self.instead is None:
+        if self._instead is None:
             raise NotImplementedError
-        return self.instead(func, args, kwargs)
+        return self._instead(func, args, kwargs)
 
 
 #: What attention is recognised by: all other functions of a module go by.

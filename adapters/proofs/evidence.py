@@ -609,7 +609,7 @@ def randomized_run(bridge: Bridge, tokens: Tensor, more: Given) -> Evidence:
     def look(x: Tensor, hook: Hook) -> Tensor | None:
         size = next((size for end, size in sizes.items() if hook.name.endswith(end)), None)
         if size is None:
-            evidence.activations[hook.name] = x.detach().clone()
+            evidence.activations[hook.name] = recorder.copied(x)
             return None
         new = torch.randn(x.shape, generator=generator) * size
         if hook.point.axes.startswith("batch ") and len(x) == len(tokens):
@@ -620,7 +620,8 @@ def randomized_run(bridge: Bridge, tokens: Tensor, more: Given) -> Evidence:
         return new.to(x)
 
     hooks: list[NamedHook] = [(names, look)]
-    with torch.no_grad(), CallRecorder(bridge.original_model.named_modules(), layout=bridge.layout) as recording:
+    recorder = CallRecorder(bridge.original_model.named_modules(), layout=bridge.layout)
+    with torch.no_grad(), recorder as recording:
         output = bridge.run_with_hooks(tokens, fwd_hooks=hooks, **more)
     evidence.raw = add_numbered(recording.by_path, bridge)
     evidence.output = output if isinstance(output, Tensor) else None

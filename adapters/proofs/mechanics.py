@@ -408,9 +408,11 @@ class Mechanics:
         if "unembed.W_U" not in weights or self.tokens.is_floating_point() or self.plain.ndim != 3:
             self.add(ATTRIBUTED, True, "does not apply")
             return
-        names, (one, other) = [name for name, hook in points.items() if hook.point.group != "heavy"], (1, 2)
+        # A state at each position may take more than the model.
+        light = [name for name, x in points.items() if x.point.group != "heavy" and x.point.site.key != "state"]
+        one, other = 1, 2
         try:
-            cache: Any = self.bridge.run_with_cache(self.tokens, names_filter=names, **self.more)[1]
+            cache: Any = self.bridge.run_with_cache(self.tokens, names_filter=light, **self.more)[1]
             parts: Tensor = cache.logit_attrs(cache.decompose_resid(), one, other, norm_weights=True).double()
         except WRONG as error:  # which whoever asks for it is told
             self.add(ATTRIBUTED, True, f"does not apply: {one_line(error)}")

@@ -22,7 +22,7 @@ _SIZES = (2e-3, 4e-4, 1e-4)
 #: What a slope may differ by from what the gradient says, relative to that.
 _NEAR = 0.1
 #: How many rows are in one run at most.
-_ROWS = 24
+_ROWS = 12
 #: Edits are tried together in so many groups at least, each of so many points at most, of which none moves the logits
 #: by so many times as much as another: what is wrong of one would be lost among what others are rounded by.
 _GROUPS, _TOGETHER, _ALIKE = 6, 127, 4

@@ -16,12 +16,11 @@ from jaxtyping import Float, Int, Num
 from torch import Tensor
 
 from bridge.analysis.analysis import AnalysedRun
-from bridge.hooks.arguments import check_choice, heads_shown, refuse_wrong_types
+from bridge.hooks.arguments import CannotBeDoneError, check_choice, heads_shown, refuse_wrong_types
 from bridge.hooks.asked import StudiedBridge
 
 __all__ = [
     "HEAD_NAMES",
-    "HeadDetectionError",
     "compute_head_attention_similarity_score",
     "detect_head",
     "get_duplicate_token_head_detection_pattern",
@@ -46,10 +45,6 @@ DET_PAT_NOT_SQUARE_ERR = (
 )
 
 _log = logging.getLogger(__name__)
-
-
-class HeadDetectionError(ValueError, AssertionError):
-    """What was asked of the head detector cannot be done. HookedTransformer's gives an `AssertionError` there."""
 
 
 @refuse_wrong_types
@@ -83,7 +78,7 @@ def detect_head(
         ``[layer, head]``, on the CPU, in the model's type; -1 for heads that were not asked for, or that a layer lacks.
 
     Raises:
-        HeadDetectionError: (a ValueError) an unknown kind of head or measure, a text or pattern of a wrong size, a head
+        CannotBeDoneError: (a ValueError) an unknown kind of head or measure, a text or pattern of a wrong size, a head
             that the model lacks, or a cache that does not belong to one text.
         TypeError: `seq` is neither text nor tokens.
 
@@ -100,18 +95,18 @@ def detect_head(
         >>> divmod(int(scores.argmax()), 4)[0]  # the layer
         1
     """
-    check_choice("error_measure", error_measure, get_args(ErrorMeasure), HeadDetectionError)
+    check_choice("error_measure", error_measure, get_args(ErrorMeasure), CannotBeDoneError)
     if isinstance(detection_pattern, str) and detection_pattern not in HEAD_NAMES:
-        raise HeadDetectionError(INVALID_HEAD_NAME_ERR % detection_pattern)
+        raise CannotBeDoneError(INVALID_HEAD_NAME_ERR % detection_pattern)
     chosen = _heads(model, heads)
     if isinstance(seq, Tensor):
         texts: list[str | Tensor] = list(seq[None] if seq.ndim == 1 else seq)
     else:
         texts = [seq] if isinstance(seq, str) else list(seq)
     if not texts:
-        raise HeadDetectionError("there are no texts: the list is empty")
+        raise CannotBeDoneError("there are no texts: the list is empty")
     if cache is not None and len(texts) > 1:
-        raise HeadDetectionError(f"a cache is of one text; there are {len(texts)}")
+        raise CannotBeDoneError(f"a cache is of one text; there are {len(texts)}")
     options = {
         "exclude_bos": exclude_bos,
         "exclude_current_token": exclude_current_token,
@@ -133,7 +128,7 @@ def _detect(
     tokens = model.to_tokens(text, truncate=False) if isinstance(text, str) else text[None].to(cfg.device)
     length = tokens.shape[1]
     if length < 2 or (cfg.n_ctx is not None and length > cfg.n_ctx):
-        raise HeadDetectionError(SEQ_LEN_ERR)
+        raise CannotBeDoneError(SEQ_LEN_ERR)
     pattern = _checked_pattern(_PATTERNS[wanted](tokens) if isinstance(wanted, str) else wanted, length, options)
     if cache is None:
         names = [f"blocks.{layer}.attn.hook_pattern" for layer in heads]
@@ -152,10 +147,10 @@ def _checked_pattern(pattern: Tensor, length: int, options: Mapping[str, Any]) -
     """The pattern that is looked for.
 
     Raises:
-        HeadDetectionError: it is of another length, or looks ahead.
+        CannotBeDoneError: it is of another length, or looks ahead.
     """
     if pattern.shape != (length, length) or not torch.equal(pattern, pattern.tril()):
-        raise HeadDetectionError(DET_PAT_NOT_SQUARE_ERR % (length, pattern.shape))
+        raise CannotBeDoneError(DET_PAT_NOT_SQUARE_ERR % (length, pattern.shape))
     if options["error_measure"] == "mul" and not bool(((pattern == 0) | (pattern == 1)).all()):
         _log.warning("the detection pattern holds other values than 0 and 1, which 'mul' takes as weights")
     return pattern
@@ -165,10 +160,10 @@ def _cached_pattern(cache: Mapping[str, Tensor], name: str, length: int, head: i
     """What a head attends to in the text; of a cache that still has to compute it, no other head's is computed.
 
     Raises:
-        HeadDetectionError: it is not in the cache, or of another input.
+        CannotBeDoneError: it is not in the cache, or of another input.
     """
     if name not in cache:
-        raise HeadDetectionError(f"the cache does not hold {name}: leave it out, or make it with that name")
+        raise CannotBeDoneError(f"the cache does not hold {name}: leave it out, or make it with that name")
     try:
         attention, place = (
             (cache.part(name, heads=[head]), 0) if isinstance(cache, AnalysedRun) else (cache[name], head)
@@ -179,7 +174,7 @@ def _cached_pattern(cache: Mapping[str, Tensor], name: str, length: int, head: i
         attention = attention[0]
     if attention.shape[1:] != (length, length):
         shape = list(attention.shape)
-        raise HeadDetectionError(f"the cache is of another input: its pattern is {shape}, the text {length} tokens")
+        raise CannotBeDoneError(f"the cache is of another input: its pattern is {shape}, the text {length} tokens")
     return attention[place]
 
 
@@ -198,13 +193,13 @@ def _heads(model: StudiedBridge, heads: SomeHeads) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
     for layer, head in pairs:
         if not (0 <= layer < cfg.n_layers and 0 <= head < _n_heads(model, layer)):
-            raise HeadDetectionError(
+            raise CannotBeDoneError(
                 f"there is no head {head} in layer {layer}: the model has {cfg.n_layers} layers of "
                 f"{_n_heads(model, layer)} heads"
             )
         found.setdefault(layer, []).append(head)
     if not found:
-        raise HeadDetectionError("no heads were given; None looks at all")
+        raise CannotBeDoneError("no heads were given; None looks at all")
     return found
 
 
@@ -303,7 +298,7 @@ def compute_head_attention_similarity_score(
             -1 attention to entirely other places.
 
     Raises:
-        HeadDetectionError: a pattern that is not square, or of another size than the other; an unknown measure; with
+        CannotBeDoneError: a pattern that is not square, or of another size than the other; an unknown measure; with
             ``"abs"``, attention to later tokens.
 
     Example:
@@ -313,12 +308,12 @@ def compute_head_attention_similarity_score(
         >>> score(attention, torch.eye(2), exclude_bos=False, exclude_current_token=False, error_measure="mul")
         0.875
     """
-    check_choice("error_measure", error_measure, get_args(ErrorMeasure), HeadDetectionError)
+    check_choice("error_measure", error_measure, get_args(ErrorMeasure), CannotBeDoneError)
     shape = attention_pattern.shape
     if len(shape) != 2 or shape[0] != shape[1]:
-        raise HeadDetectionError(f"the attention pattern must be square; its shape is {list(shape)}")
+        raise CannotBeDoneError(f"the attention pattern must be square; its shape is {list(shape)}")
     if detection_pattern.shape != shape:
-        raise HeadDetectionError(
+        raise CannotBeDoneError(
             f"the attention pattern is {list(shape)}, the detection pattern {list(detection_pattern.shape)}"
         )
 
@@ -332,5 +327,5 @@ def compute_head_attention_similarity_score(
         return ((attention * detection_pattern).sum() / attention.sum()).item()
     difference = (attention_pattern - detection_pattern).abs()
     if not torch.equal(difference, difference.tril()):
-        raise HeadDetectionError('"abs" compares lower triangular patterns; one of these attends to later tokens')
+        raise CannotBeDoneError('"abs" compares lower triangular patterns; one of these attends to later tokens')
     return 1 - round((difference * counted).sum(-1).mean().item(), 3)

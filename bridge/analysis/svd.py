@@ -14,16 +14,12 @@ from torch import Tensor
 
 from bridge.analysis.analysis import layer_of, refuse_no_sum
 from bridge.analysis.layer_outputs import bias_written
-from bridge.hooks.arguments import check_choice, heads_shown, refuse_wrong_types
+from bridge.hooks.arguments import CannotBeDoneError, check_choice, heads_shown, refuse_wrong_types
 from bridge.hooks.asked import StudiedBridge
 from bridge.weights import FactoredMatrix, at_least_float32, first_weight
 
 __all__ = ["SVDInterpreter"]
 VECTOR_TYPES = ("OV", "w_in", "w_out")
-
-
-class SingularVectorError(ValueError, AssertionError):
-    """There are no such singular vectors. HookedTransformer's interpreter gives an `AssertionError` there."""
 
 
 class SVDInterpreter:
@@ -67,7 +63,7 @@ class SVDInterpreter:
             Logits, ``[d_vocab, 1, vector]``.
 
         Raises:
-            SingularVectorError: (a ValueError) an unknown type, a layer or head that the model lacks, no head for
+            CannotBeDoneError: (a ValueError) an unknown type, a layer or head that the model lacks, no head for
                 ``"OV"`` or one for anything else, or more vectors than the matrix has.
             AttributeError: the layer has no such weights (a mixture of experts, a layer without MLP).
 
@@ -78,10 +74,10 @@ class SVDInterpreter:
             >>> SVDInterpreter(bridge).get_singular_vectors("w_out", 0).shape[1:]
             torch.Size([1, 10])
         """
-        check_choice("the vector type", vector_type, VECTOR_TYPES, SingularVectorError)
+        check_choice("the vector type", vector_type, VECTOR_TYPES, CannotBeDoneError)
         self._check("layer_index", layer_index, self.cfg.n_layers)
         if (head_index is None) is (vector_type == "OV"):
-            raise SingularVectorError(f"head_index is {head_index}; OV needs a head, w_in and w_out have none")
+            raise CannotBeDoneError(f"head_index is {head_index}; OV needs a head, w_in and w_out have none")
         with torch.no_grad():
             if head_index is not None:
                 vectors = self._ov(layer_index, head_index).Vh.mT
@@ -89,7 +85,7 @@ class SVDInterpreter:
                 weights = self._w_in(layer_index).mT if vector_type == "w_in" else self._mlp(layer_index, "W_out")
                 vectors = torch.linalg.svd(weights.float(), full_matrices=False).Vh
             if not 0 < num_vectors <= len(vectors):
-                raise SingularVectorError(f"num_vectors is {num_vectors}; {vector_type} has from 1 to {len(vectors)}")
+                raise CannotBeDoneError(f"num_vectors is {num_vectors}; {vector_type} has from 1 to {len(vectors)}")
             return (vectors[:num_vectors].float() @ self.model.W_U.float()).mT.unsqueeze(1)
 
     def _ov(self, layer: int, head: int) -> FactoredMatrix:
@@ -111,7 +107,7 @@ class SVDInterpreter:
     def _check(name: str, index: int, n: int) -> None:
         if type(index) is not int or not 0 <= index < n:
             what = name.capitalize().replace("_", " ")  # HookedTransformer's words, which programs compare
-            raise SingularVectorError(f"{what} must be between 0 and {n - 1} but got {index}")
+            raise CannotBeDoneError(f"{what} must be between 0 and {n - 1} but got {index}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

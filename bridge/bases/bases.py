@@ -16,7 +16,7 @@ from adapters.points import LinkedPoint, Point
 from adapters.views import View
 from adapters.views.basis import Basis, Error, InBasis, dense
 from bridge.hooks.hooks import HookPoint
-from bridge.hooks.modules import close
+from bridge.hooks.modules import close, itself
 
 #: SAELens' normalisations of which `decode` undoes what the last `encode` remembered.
 _AT_RUN_TIME = ("constant_norm_rescale", "layer_norm")
@@ -154,7 +154,7 @@ class BasisRequest:
             self._point(hook, name, LaterWrite(self.basis, decode_later, at), cfg, model)
             for at, hook in enumerate(self.later, start=1)
         ]
-        linked = tuple(LinkedPoint(other.name, _as_it_is) for other in others)
+        linked = tuple(LinkedPoint(other.name, itself) for other in others)
         return [replace(own, linked=linked), *others]
 
     def _point(self, base: HookPoint, name: str, basis: Basis, cfg: ModelConfig, model: nn.Module) -> Point:
@@ -247,11 +247,6 @@ def written_later(
             if follower.name.rpartition(".")[0] == base and isinstance(view, InBasis):
                 found.append((layer, view))
     return found
-
-
-def _as_it_is(features: Tensor) -> Tensor:
-    """What is taken over."""
-    return features
 
 
 def _readable(reads: HookPoint, model: nn.Module) -> View:

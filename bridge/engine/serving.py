@@ -186,7 +186,7 @@ class AsyncEngine:
         bridge, refused: as there.
 
     Raises:
-        EngineVersionError, UnknownHookError, TypeError, ValueError: as there.
+        VersionError, UnknownHookError, TypeError, ValueError: as there.
 
     Example:
         >>> import asyncio

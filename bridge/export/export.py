@@ -18,7 +18,7 @@ from adapters.imports import ExportedModel, HfExporter, decompose_for_generation
 from adapters.observe.observe import SeesAttention, Watch
 from adapters.views import Args, Kwargs
 from adapters.views.attention import KernelArguments
-from bridge.export.formats import Example, Format, check_can_take, example_of, format_of, in_other_words
+from bridge.export.formats import Example, Format, check_can_take, example_of, for_executorch, format_of
 from bridge.taps.taps import PatchedFunction, calling_instead
 from bridge.version import __version__
 
@@ -146,7 +146,7 @@ class NamedArguments(nn.Module):
         tokens = given.pop("input_ids", None)
         if self._format == "dynamo":  # attention stays torch's own
             return self._run(tokens, inputs, given)
-        others = Watch.calling(in_other_words) if self._format == "executorch" else nullcontext()
+        others = Watch.calling(for_executorch) if self._format == "executorch" else nullcontext()
         with attention_as_called(self._attention), others:
             return self._run(tokens, inputs, given)
 

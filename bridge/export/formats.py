@@ -185,8 +185,8 @@ def _any_size(value: object) -> dict[int, object] | None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def in_other_words(func: AnyFunction, args: Args, kwargs: Example) -> Any:
-    """Calls a function of torch's, but splits tensors by slices, and computes GELU by tanh step by step."""
+def for_executorch(func: AnyFunction, args: Args, kwargs: Example) -> Any:
+    """A function's result, where tensors are split by slices, and GELU by tanh is computed step by step."""
     return _IN_OTHER_WORDS.get(func, func)(*args, **kwargs)
 
 

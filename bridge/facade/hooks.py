@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adapters.inputs import takes
 from bridge.facade.facade import WrappedModel
-from bridge.hooks.arguments import check_choice, refuse_wrong_types
+from bridge.hooks.arguments import CannotBeDoneError, check_choice, refuse_wrong_types
 from bridge.hooks.context import HookFunction
 from bridge.hooks.hooks import Handle, HookPoint
 from bridge.hooks.names import NamesFilter
@@ -19,7 +19,7 @@ from bridge.interventions.operations import Index
 from bridge.interventions.touching import Touching
 from bridge.run import tokenization
 from bridge.run.recorder import PosSlice, caching_functions
-from bridge.run.tokenization import Batch, TextOptions, TokenError, TokenizerFacts, Tokens
+from bridge.run.tokenization import Batch, TextOptions, TokenizerFacts, Tokens
 
 
 class AddsHooks:
@@ -278,12 +278,12 @@ class HookMethods(WrappedModel, AddsHooks):
         """
         taken = takes(self.core)
         if self.tokenizer is None and taken.tokens is None:
-            raise TokenError(
+            raise CannotBeDoneError(
                 f"{type(self.core).__name__} reads {taken.main}, not text: it has no tokens. Give the bridge that "
                 f"tensor, as in bridge.run_with_cache({taken.main}=...)"
             )
         if self.tokenizer is None:
-            raise TokenError(
+            raise CannotBeDoneError(
                 "this bridge has no tokenizer, so it takes tokens only; TransformerBridge(model, tokenizer) gives one"
             )
         if self._facts is None or self._facts.tokenizer is not self.tokenizer:

@@ -45,6 +45,7 @@ from bridge.bridge import TransformerBridge
 from bridge.hooks.arguments import check_positive, refuse_wrong_types
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.modules import close
+from bridge.patching.patching import texts_of
 from bridge.run.inputs import Prompts, prompts_with
 
 #: What begins the residual stream.
@@ -259,7 +260,7 @@ class AttributionGraph:
             See `AttributionGraph.load`.
         """
         self._refuse_another_length(tokens)
-        words = _words(bridge, tokens[0])
+        words = texts_of(bridge, tokens[0])
         influence = self.influence()
         first = influence.sort(descending=True)
         up_to = torch.zeros_like(influence).scatter(0, first.indices, first.values.cumsum(0) / influence.sum())
@@ -368,13 +369,6 @@ _KINDS: dict[Kind, str] = {
 }  # fmt: skip
 
 
-def _words(bridge: TransformerBridge, tokens: Tensor) -> list[str]:
-    """The texts of tokens, or their numbers where nobody knows them."""
-    if bridge.tokenizer is None:
-        return [str(token) for token in tokens.tolist()]
-    return [bridge.to_single_str_token(token) for token in tokens.tolist()]
-
-
 def _identity(node: Node, n_layers: int, tokens: Tensor) -> str:
     """A name of a node for interfaces: that of circuit-tracer for features of MLPs, tokens and logits."""
     if node.kind == "feature":
@@ -397,7 +391,7 @@ def _as_interfaces_have_it(node: Node, name: str, tokens: Tensor, bridge: Transf
     layer, feature, words = "E", node.pos, ""
     if node.kind == "logit":
         layer, feature = str(bridge.cfg.n_layers + 1), node.index
-        words = f'Output "{_words(bridge, torch.tensor([node.index]))[0]}"'
+        words = f'Output "{texts_of(bridge, torch.tensor([node.index]))[0]}"'
     elif node.kind in ("feature", "error"):
         layer = node.point.split(".")[1]
         pair = int(layer) + node.index

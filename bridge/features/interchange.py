@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -240,13 +240,6 @@ class _Along(nn.Module):
         return (one + self.rotation.decode(self.rotation.encode(other) - self.rotation.encode(one))).to(here.dtype)
 
 
-class _Whole(nn.Module):
-    """Exchanges all of an activation."""
-
-    def forward(self, here: Tensor, there: Tensor) -> Tensor:
-        return there
-
-
 #: How steep a mask is at the end of its training: the temperature falls from 1 to this.
 _COLDEST = 0.01
 
@@ -296,6 +289,10 @@ class CoordinateMask(nn.Module):
         share = (self.given / self.temperature).sigmoid() if self.training else self.chosen
         mixed = old + share.to(old) * (new - old)
         return mixed if basis is None else here + basis.decode(mixed) - basis.decode(old)
+
+
+#: Makes of an activation, and that of the source, what takes its place.
+Exchange = Callable[[Tensor, Tensor], Tensor]
 
 
 class _Alignment:
@@ -356,7 +353,7 @@ class _Alignment:
         like = at_least_float32(self.source_of(bridge)[:1])  # half precision knows no orthogonal matrices
         return _Along(Rotation(like.shape[-1], dimension, generator=generator).to(like))
 
-    def answers(self, bridge: TransformerBridge, exchange: nn.Module | None, rows: Tensor) -> Float[Tensor, "rows n"]:
+    def answers(self, bridge: TransformerBridge, exchange: Exchange | None, rows: Tensor) -> Float[Tensor, "rows n"]:
         """The logits at the last position after the exchange of activations; without one, as they are."""
         chosen = rows.tolist()
         base: dict[str, Any] = {
@@ -403,7 +400,7 @@ class _Alignment:
         return losses
 
     @torch.no_grad()
-    def accuracy(self, bridge: TransformerBridge, exchange: nn.Module | None, wanted: Tensor, rows: Tensor) -> float:
+    def accuracy(self, bridge: TransformerBridge, exchange: Exchange | None, wanted: Tensor, rows: Tensor) -> float:
         """The share of pairs that answer as wanted."""
         found = self.answers(bridge, exchange, rows).argmax(-1)
         return float((found == wanted[rows.to(wanted.device)]).float().mean())
@@ -560,12 +557,14 @@ def interchange_table(
             for at, method in enumerate(methods):
                 generator = torch.Generator().manual_seed(seed)
                 basis = None if features is None or method != "features" else features[point]
-                exchange = _exchange(search, bridge, method, dimension, basis, train, seed)
-                rate = 10 * lr if isinstance(exchange, CoordinateMask) else lr
+                exchange = None
                 if method != "full":
+                    exchange = _exchange(search, bridge, method, dimension, basis, train, seed)
+                    rate = 10 * lr if isinstance(exchange, CoordinateMask) else lr
                     search.train(bridge, exchange, search.wanted, train, steps, batch_size, rate, generator)
-                exchange.eval()
-                accuracy[at, row, column] = search.accuracy(bridge, exchange, search.wanted, test)
+                    exchange.eval()
+                everything = lambda here, there: there
+                accuracy[at, row, column] = search.accuracy(bridge, exchange or everything, search.wanted, test)
                 sizes[at, row, column] = _size(exchange, search.source_of(bridge).shape[-1])
     return InterchangeTable(tuple(methods), tuple(points), tuple(positions), accuracy, sizes, before)
 
@@ -581,8 +580,6 @@ def _exchange(
 ) -> nn.Module:
     """How activations are exchanged, before it is trained."""
     there = search.source_of(bridge)
-    if method == "full":
-        return _Whole()
     if method == "subspace":
         return search.new(bridge, dimension, torch.Generator().manual_seed(seed))
     size = there.shape[-1]
@@ -597,8 +594,8 @@ def _exchange(
     return CoordinateMask(basis, size).to(there.device)
 
 
-def _size(exchange: nn.Module, width: int) -> int:
-    """How many coordinates it exchanges."""
+def _size(exchange: nn.Module | None, width: int) -> int:
+    """How many coordinates it exchanges; None: all."""
     if isinstance(exchange, _Along):
         return exchange.rotation.columns.shape[1]
     return int(exchange.chosen.sum()) if isinstance(exchange, CoordinateMask) else width

@@ -6,7 +6,7 @@ import functools
 import inspect
 import typing
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -326,31 +326,26 @@ class Steps(StoppingCriteria):
         return torch.full((input_ids.shape[0],), self.cancelled, dtype=torch.bool, device=input_ids.device)
 
 
-class StopStrings(StoppingCriteria):
-    """Ends a row when its newest token completes one of some strings, whatever tokens they are spread over.
+def _stops_at(strings: str | Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Callable[..., Tensor]:
+    """A stopping criterion: a row ends when its newest token completes one of some strings, over whatever tokens.
 
     transformers' own criterion needs each token's text to be the same everywhere in a word, which word-level tokenizers
     do not give it; here the end of the row is decoded.
-
-    Args:
-        strings: the strings.
-        tokenizer: decodes.
     """
+    several = [strings] if isinstance(strings, str) else list(strings)
+    if not all(several):
+        raise ValueError(f"stop_strings is {strings!r}; it must be a string, or several, and none of them empty")
+    # A token is at least a byte of text; some margin for those that are none.
+    window = max(len(string.encode()) for string in several) + 8
 
-    def __init__(self, strings: str | Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
-        self.strings = [strings] if isinstance(strings, str) else list(strings)
-        if not all(self.strings):
-            raise ValueError(f"stop_strings is {strings!r}; it must be a string, or several, and none of them empty")
-        self.tokenizer = tokenizer
-        # A token is at least a byte of text; some margin for those that are none.
-        self.window = max(len(string.encode()) for string in self.strings) + 8
-
-    def __call__(self, input_ids: Tensor, scores: Tensor | tuple[Tensor, ...] | None, **kwargs: object) -> Tensor:
+    def ends(input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
         done = []
-        for row in input_ids[:, -self.window :].tolist():
-            now, before = (self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in (row, row[:-1]))
-            done.append(any(now.count(string) > before.count(string) for string in self.strings))
+        for row in input_ids[:, -window:].tolist():
+            now, before = (tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in (row, row[:-1]))
+            done.append(any(now.count(string) > before.count(string) for string in several))
         return torch.tensor(done, dtype=torch.bool, device=input_ids.device)
+
+    return ends
 
 
 def _less_frequent(penalty: float, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -476,7 +471,7 @@ def prepared(bridge: RunnableBridge, input: Input, options: GenerationOptions) -
         raise TypeError(f"stopping_criteria has {wrong[0]!r}; it takes a StoppingCriteria of transformers, or several")
     arguments["stopping_criteria"] = StoppingCriteriaList(several)
     if options.stop_strings not in (None, [], ()):
-        arguments["stopping_criteria"].append(StopStrings(options.stop_strings, bridge.tokenizer_facts.tokenizer))
+        arguments["stopping_criteria"].append(_stops_at(options.stop_strings, bridge.tokenizer_facts.tokenizer))
     return prompt, arguments
 
 

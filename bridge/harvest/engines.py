@@ -11,10 +11,11 @@ import os
 import pickle
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -32,44 +33,31 @@ Done = Callable[[ShardRecord, float], None]
 _AHEAD = 2  # record batches that wait to be written, at most
 
 
-class BackgroundWriter:
-    """One thread that writes in the order in which it is told, and nothing more after an error."""
+def do_in_background(steps: Iterable[Callable[[], object]]) -> None:
+    """Does steps in a thread, in their order, while further ones are made; nothing more after an error.
 
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="harvest-writer")
-        self._waiting: deque[Future[None]] = deque()
+    Args:
+        steps: what to do. The next one is made when no more than a few are waiting.
 
-    def do(self, step: Callable[[], None]) -> None:
-        """Has something done behind what was asked before; waits where too much is waiting.
+    Raises:
+        BaseException: what a step raised; those that have not begun are left undone.
+    """
+    pool, waiting = ThreadPoolExecutor(1, thread_name_prefix="harvest-writer"), deque[Future[None]]()
+    try:
+        for step in steps:
+            waiting.append(pool.submit(_behind, waiting[-1] if waiting else None, step))
+            if len(waiting) > _AHEAD:
+                waiting.popleft().result()
+        for left in waiting:
+            left.result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
 
-        Raises:
-            BaseException: what an earlier step raised.
-        """
-        before = self._waiting[-1] if self._waiting else None
 
-        def behind() -> None:
-            if before is not None:
-                before.result()  # which raises what went wrong there
-            step()
-
-        self._waiting.append(self._pool.submit(behind))
-        self.wait(_AHEAD)
-
-    def wait(self, most: int = 0) -> None:
-        """Until everything is done, or no more than some steps are left.
-
-        Args:
-            most: how many.
-
-        Raises:
-            BaseException: what a step raised.
-        """
-        while len(self._waiting) > most:
-            self._waiting.popleft().result()
-
-    def close(self) -> None:
-        """Ends the thread; what has not begun is left undone."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+def _behind(before: Future[None] | None, step: Callable[[], object]) -> None:
+    if before is not None:
+        before.result()  # which raises what went wrong there
+    step()
 
 
 def run_local(
@@ -84,26 +72,27 @@ def run_local(
         shards: what to make them from.
         done: called for each.
     """
-    background = BackgroundWriter()
     open_writers: list[ShardWriter] = []
-    spent = maker.model_seconds
-    try:
+
+    def finish(writer: ShardWriter, seconds: float, size: int) -> None:
+        record = writer.finish(size)
+        open_writers.remove(writer)
+        done(record, seconds)
+
+    def steps() -> Generator[Callable[[], object], None, None]:
+        spent = maker.model_seconds
         for shard in shards:
             writer = ShardWriter(folder, shard, file_format)
             open_writers.append(writer)
             for batch in maker.batches(shard):
-                background.do(lambda writer=writer, batch=batch: writer.write(batch))  # type: ignore[misc]
+                yield partial(writer.write, batch)
             seconds, spent = maker.model_seconds - spent, maker.model_seconds
+            yield partial(finish, writer, seconds, maker.batch_size)
 
-            def finish(writer: ShardWriter = writer, seconds: float = seconds, size: int = maker.batch_size) -> None:
-                record = writer.finish(size)
-                open_writers.remove(writer)
-                done(record, seconds)
-
-            background.do(finish)
-        background.wait()
+    try:
+        with closing(steps()) as made:  # which the traceback of an error would hold
+            do_in_background(made)
     finally:
-        background.close()
         for writer in open_writers:
             writer.abandon()
 

@@ -351,7 +351,7 @@ def _tokenizer(spec: ModelSource) -> Any:
     if spec.bridge is not None:
         return spec.bridge.tokenizer
     assert spec.path is not None
-    return tokenizer_of(ModelFiles(spec.path, {}, None), progress=False)
+    return tokenizer_of(ModelFiles(spec.path, {}, {}), progress=False)
 
 
 def _manifest(

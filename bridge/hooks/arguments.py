@@ -315,8 +315,16 @@ def heads_shown(cfg: ModelConfig, axes: str) -> int:
     return size_of(cfg, names[1] if names[-1] == "key_pos" else names[-2]) or cfg.n_heads
 
 
-class BatchAxisError(ValueError, AssertionError):
-    """A batch of several has no axis to drop. HookedTransformer's programs expect an `AssertionError`."""
+class CannotBeDoneError(ValueError, AssertionError):
+    """What was asked for cannot be done. HookedTransformer gives an `AssertionError` there."""
 
-    def __init__(self, rows: int, name: str, shape: list[int]) -> None:
-        super().__init__(f"cannot remove a batch axis of {rows}: {name} has {shape}")
+
+def without_batch_axis(x: Tensor, name: str) -> Tensor:
+    """An activation of one prompt without its first axis.
+
+    Raises:
+        CannotBeDoneError: it is of several.
+    """
+    if x.shape[0] != 1:
+        raise CannotBeDoneError(f"cannot remove a batch axis of {x.shape[0]}: {name} has {list(x.shape)}")
+    return x[0]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import CodeType, FrameType
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -383,29 +383,33 @@ def pass_under_way() -> ForwardPass | None:
     return None if run is None or run.is_left else run
 
 
-class in_context:
-    """Runs the body of a ``with`` statement in a context. (A generator would take three times as long, in every run.)
+T = TypeVar("T")
+
+
+class setting(Generic[T]):
+    """Sets a context variable inside a ``with`` statement. (A generator would take three times as long, in every run.)
 
     Args:
-        context: the context.
+        variable: such as `CURRENT`.
+        value: what it is meanwhile.
     """
 
-    __slots__ = ("_before", "_context")
+    __slots__ = ("_before", "_value", "_variable")
 
-    def __init__(self, context: RunContext) -> None:
-        self._context = context
+    def __init__(self, variable: ContextVar[T], value: T) -> None:
+        self._variable, self._value = variable, value
 
     def __enter__(self) -> None:
-        self._before = CURRENT.get()
-        CURRENT.set(self._context)
+        self._before = self._variable.get()
+        self._variable.set(self._value)
 
     def __exit__(self, *error: object) -> None:
-        CURRENT.set(self._before)
+        self._variable.set(self._before)
 
 
-def without_hooks() -> in_context:
+def without_hooks() -> setting[RunContext]:
     """A ``with`` statement in which no hook sees the model run."""
-    return in_context(RunContext(frozenset()))
+    return setting(CURRENT, RunContext(frozenset()))
 
 
 @contextmanager
@@ -422,14 +426,14 @@ def open_scope(scope: Scope) -> Iterator[Scope]:
             CURRENT.set(RunContext(now.shared - {scope}, now.own, now.run, now.generation, now.inherited))
 
 
-def of_the_next_run(scope: Scope) -> in_context:
+def of_the_next_run(scope: Scope) -> setting[RunContext]:
     """Lets the run that starts inside a ``with`` statement see a scope, and no run that its hooks start."""
     before = CURRENT.get()
     own: frozenset[Scope | None] = frozenset((scope,))
-    return in_context(RunContext(before.shared, own, None, before.generation, before.inherited))
+    return setting(CURRENT, RunContext(before.shared, own, None, before.generation, before.inherited))
 
 
-class forward_pass(in_context):
+class forward_pass(setting[RunContext]):
     """A run of its own: it sees the hooks that are open, and nothing of a run in whose hooks it was started.
 
     Args:
@@ -446,7 +450,7 @@ class forward_pass(in_context):
         before = CURRENT.get()
         run = self.run = ForwardPass()
         own = frozenset((scope,)) if scope is not None else before.own if before.run is None else _NO_SCOPES
-        self._context = RunContext(before.shared, own, run, generation or before.generation)
+        self._variable, self._value = CURRENT, RunContext(before.shared, own, run, generation or before.generation)
 
     def __exit__(self, *error: object) -> None:
         self.run.end()

@@ -55,10 +55,11 @@ from bridge.hooks.context import (
     PassMemory,
     Scope,
     SourceSite,
-    in_context,
     refuse_older_checkpointing,
     refuse_unknown_recomputation,
+    setting,
 )
+from bridge.hooks.modules import itself
 from bridge.hooks.parts import TouchesPart
 
 __all__ = ["HookPoint"]
@@ -592,7 +593,7 @@ def copy_at_same_edge(x: Tensor) -> Tensor:
     Args:
         x: requires a gradient, and is no leaf.
     """
-    with saved_tensors_hooks(_copy, _same):
+    with saved_tensors_hooks(_copy, itself):
         made = _SavedTensor.apply(x)  # held: before torch 2.13 a node forgets what it saved when its output is gone
     return made.grad_fn.saved_tensors[0]
 
@@ -608,10 +609,6 @@ class _SavedTensor(torch.autograd.Function):
 
 def _copy(x: Tensor) -> Tensor:
     return x.detach().clone()
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
 
 
 def keep_gradients_of_all(given: Tensor, shown: list[Tensor]) -> None:
@@ -736,7 +733,7 @@ def listen_backward(listener: Listener, seen: Tensor, point: NamedPoint, compare
     def on_gradient(gradient: Tensor) -> Tensor | None:
         given = gradient.clone()  # autograd may hand the same tensor to others
         version = version_of(given)
-        with in_context(context):
+        with setting(CURRENT, context):
             new = compared(lambda: context.call_user_function(listener, given, point), given)
         if isinstance(new, tuple) and len(new) == 1:  # as torch's own backward hooks may return it
             (new,) = new

@@ -6,9 +6,11 @@ import difflib
 import functools
 import re
 import types
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from operator import index
 from typing import Any, SupportsIndex
+
+from torch import Tensor
 
 from adapters.points import module_path
 from bridge.hooks.hooks import HookPoint
@@ -170,6 +172,30 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 def named_one_by_one(names: NamesFilter | HookPoint) -> bool:
     """Whether a filter names hook points, so that each of them has to run."""
     return names is not None and (isinstance(names, HookPoint) or not callable(names))
+
+
+class WhenAsked(Mapping[str, Tensor]):
+    """Activations by name, each worked out when it is asked for.
+
+    Args:
+        held: what they are worked out from, by name.
+        make: works one out, of its name and what is held.
+    """
+
+    def __init__(self, held: Mapping[str, Any], make: Callable[[str, Any], Tensor]) -> None:
+        self._held, self._make = held, make
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._make(name, self._held[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._held
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
 
 
 class Names:

@@ -322,7 +322,7 @@ def _same(a: nn.Module, b: nn.Module) -> bool:
 
 
 def _nothing_is_drawn(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """While a model is made whose matrices `init_weights` draws at once: they are left empty, and biases are zero."""
+    """Leaves matrices empty, and biases zero, of a model whose matrices `init_weights` draws at once."""
     if func.__name__ not in ("normal_", "uniform_", "kaiming_uniform_"):  # of tensors, and of torch.nn.init
         return func(*args, **kwargs)
     tensor = args[0] if args else kwargs["tensor"]

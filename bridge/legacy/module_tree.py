@@ -20,7 +20,7 @@ from adapters.points import Point, base_path, core_path, join
 from adapters.views import Args, Call, Kwargs, View
 from bridge.bridge import TransformerBridge
 from bridge.hooks.arguments import check_choice
-from bridge.hooks.context import CURRENT, Listener, Scope, forward_pass, without_hooks
+from bridge.hooks.context import CURRENT, Listener, Scope, forward_pass, setting, without_hooks
 from bridge.hooks.hooks import Handle, checked
 from bridge.hooks.hooks import HookPoint as AnyHookPoint
 from bridge.hooks.modules import InForwardsPlace, first_parameter
@@ -286,11 +286,8 @@ class Part(HoldsParameters, nn.Module):
         inner = calls.get(self)
         if inner is not None:
             return inner(one_input(self.name, inputs, kwargs))  # type: ignore[no-any-return]
-        token = CALLS.set({**calls, self: None})
-        try:
+        with setting(CALLS, {**calls, self: None}):
             return self.host.call_part(self.name, *inputs, **kwargs)
-        finally:
-            CALLS.reset(token)
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__") or "host" not in self.__dict__:
@@ -464,16 +461,13 @@ class ReplacedForward(InForwardsPlace):
             made.append(self.inner(given, *args[1:], **kwargs) if args else self.inner(**{**kwargs, name: given}))
             return self.view.get(_first(made[-1]), call)
 
-        token = CALLS.set({**calls, self.part: inner})
-        try:
+        with setting(CALLS, {**calls, self.part: inner}):
             if self.of_attention:
                 out = self.replacement()(
                     query_input=x, key_input=x, value_input=x, past_kv_cache_entry=None, attention_mask=None
                 )
             else:
                 out = self.replacement()(x)
-        finally:
-            CALLS.reset(token)
         if not made:
             made.append(self._without(args, kwargs))
         out = self.view.put(_first(made[-1]), out, call)
@@ -535,16 +529,8 @@ class AbstractAttention(Part):
         return "global" if types is None else types[self.layer_id]
 
 
-class Attention(AbstractAttention):
-    """Attention with keys and values for each head."""
-
-    at, fields = "blocks.0.attn", {"attn_only": True, "n_key_value_heads": None}
-
-
-class T5Attention(Attention):
+class T5Attention(AbstractAttention):
     """Attention of T5. In the first layer of each stack it holds the biases of relative positions for all of them."""
-
-    at = ""
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute in ("has_relative_attention_bias", *_RELATIVE):
@@ -565,6 +551,10 @@ def _kind(name: str, doc: str, at: str, base: type[Part] = Part, **fields: Any) 
 MLP = _kind("MLP", "A feed-forward layer.", "blocks.0.mlp", CanBeUsedAsMLP, gated_mlp=False)
 GatedMLP = _kind("GatedMLP", "A feed-forward layer with a gate.", "blocks.0.mlp", CanBeUsedAsMLP, gated_mlp=True)
 MoE = _kind("MoE", "A mixture of experts.", "", CanBeUsedAsMLP)
+Attention = _kind(
+    "Attention", "Attention with keys and values for each head.", "blocks.0.attn", AbstractAttention,
+    n_key_value_heads=None,
+)  # fmt: skip
 GroupedQueryAttention = _kind(
     "GroupedQueryAttention", "Attention with keys and values for groups of heads.", "blocks.0.attn", AbstractAttention
 )
@@ -1055,11 +1045,8 @@ class ModuleTree(HoldsParameters, TransformerBridge, ListsHooks):
 
     def _put_at(self, point: AnyHookPoint, module: nn.Module) -> Handle:
         def call(activation: Tensor, hook: HookPoint) -> Tensor:
-            token = CALLS.set({**CALLS.get(), hook: None})  # it may call the hook point, whose hooks the model runs
-            try:
+            with setting(CALLS, {**CALLS.get(), hook: None}):  # it may call the hook point, whose hooks the model runs
                 return checked(module(activation.clone()), activation, listener, point)
-            finally:
-                CALLS.reset(token)
 
         listener = Listener("follow", call)  # no hook of the user's: it stays, and what it computes is of the run
         self.wiring.add(point, listener)

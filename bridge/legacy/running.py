@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 from adapters.config import ModelConfig
 from adapters.views import Args, Kwargs
 from bridge.generation.options import inferred_mask
+from bridge.hooks.arguments import CannotBeDoneError
 from bridge.hooks.context import Scope, open_scope
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import NamesFilter, suggestion
@@ -29,7 +30,7 @@ from bridge.legacy.utilities import Slice, get_attention_mask, get_device, posit
 from bridge.loading.loading import UnknownArgumentError, text_model
 from bridge.run.inputs import HookSpec, Input
 from bridge.run.layer_range import check_layers
-from bridge.run.tokenization import Batch, TokenError, as_tokens, texts_in
+from bridge.run.tokenization import Batch, as_tokens, texts_in
 from weight_processing.process import OFF, ON
 
 #: What a model may be made from.
@@ -109,7 +110,7 @@ class LegacyModel(ModuleTree):
             tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_name, trust_remote_code=config.trust_remote_code)
         if config.d_vocab < 0:
             if tokenizer is None:
-                raise TokenError("Must provide a tokenizer if d_vocab is not provided")
+                raise CannotBeDoneError("Must provide a tokenizer if d_vocab is not provided")
             config.d_vocab = max(tokenizer.get_vocab().values()) + 1
             config.d_vocab_out = config.d_vocab if config.d_vocab_out < 0 else config.d_vocab_out
         return cls._model_of(config, move_to_device), tokenizer

@@ -70,15 +70,6 @@ STANFORD_STEPS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """One of a model's checkpoints: where it is, and which one it is."""
-
-    revision: str
-    index: int
-    value: int
-
-
 def checkpoint_steps(name: str) -> tuple[int, ...]:
     """The training steps at which a model was saved.
 
@@ -97,8 +88,8 @@ def checkpoint_steps(name: str) -> tuple[int, ...]:
     raise ValueError(f"no checkpoints are known for {name!r}; they are for EleutherAI/pythia-* and stanford-crfm/*")
 
 
-def checkpoint_revision(name: str, index: int | None, value: int | None) -> Checkpoint | None:
-    """Where a checkpoint is.
+def checkpoint_revision(name: str, index: int | None, value: int | None) -> tuple[str | None, dict[str, Any]]:
+    """Where a checkpoint is, and which one it is: the revision, and fields of the bridge's `cfg`.
 
     Args:
         name: the model's name on the hub.
@@ -109,7 +100,7 @@ def checkpoint_revision(name: str, index: int | None, value: int | None) -> Chec
         ValueError: both are given, or there is no such checkpoint.
     """
     if index is None and value is None:
-        return None
+        return None, {}
     if index is not None and value is not None:
         raise ValueError(f"checkpoint_index={index} and checkpoint_value={value} exclude each other")
     steps = checkpoint_steps(name)
@@ -123,7 +114,8 @@ def checkpoint_revision(name: str, index: int | None, value: int | None) -> Chec
         raise ValueError(f"{name} has {len(steps)} checkpoints; checkpoint_index={index} is out of range")
     index %= len(steps)
     prefix = "step" if "pythia" in name else "checkpoint-"
-    return Checkpoint(f"{prefix}{steps[index]}", index, steps[index])
+    facts = {"from_checkpoint": True, "checkpoint_index": index, "checkpoint_value": steps[index]}
+    return f"{prefix}{steps[index]}", facts | {"checkpoint_label_type": "step"}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -169,9 +161,10 @@ def _check_folder(name: str, gguf_file: str | None) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOrigin:
-    """Which files a model is loaded from. The fields are arguments of `TransformerBridge.boot_transformers`."""
+class LoadRequest:
+    """What is asked of a load. The fields are arguments of `TransformerBridge.boot_transformers`."""
 
+    # Which files.
     name: str
     revision: str | None
     checkpoint_index: int | None
@@ -182,8 +175,24 @@ class ModelOrigin:
     local_files_only: bool
     token: str | bool | None
     trust_remote_code: bool
+    # Where the weights are to be.
+    device: torch.device | str | None
+    device_map: DeviceMap
+    n_devices: int | None
+    max_memory: MaxMemory
+    # What of the model, and as what.
+    model_class: type[Any] | None
+    hf_config_overrides: Mapping[str, object] | None
+    n_ctx: int | None
+    dtype: torch.dtype | str | None
+    attn_implementation: str | None
+    quantization_config: object
+    load_weights: bool
+    patches: Patches | None
+    weight_conversions: WeightConversions | None
+    from_pretrained: Mapping[str, object]
 
-    def found(self, check_format: bool) -> ModelFiles:
+    def files(self, check_format: bool) -> ModelFiles:
         """The repository, and what its files are asked for with.
 
         Args:
@@ -200,97 +209,39 @@ class ModelOrigin:
                 f"{name} is stored in HookedTransformer's own format: "
                 "bridge.legacy.HookedTransformer.from_pretrained loads it"
             )
-        checkpoint = checkpoint_revision(name, self.checkpoint_index, self.checkpoint_value)
+        checkpoint, facts = checkpoint_revision(name, self.checkpoint_index, self.checkpoint_value)
         if checkpoint is not None and self.revision is not None:
             raise ValueError(f"revision={self.revision!r} and a checkpoint exclude each other")
         asked = {
             "cache_dir": self.cache_dir, "force_download": self.force_download, "token": self.token,
             "local_files_only": self.local_files_only, "gguf_file": self.gguf_file,
-            "revision": checkpoint.revision if checkpoint else self.revision,
+            "revision": checkpoint or self.revision,
         }  # fmt: skip
         where: dict[str, Any] = {key: value for key, value in asked.items() if value}
         where["trust_remote_code"] = self.trust_remote_code
-        return ModelFiles(name, where, checkpoint)
+        return ModelFiles(name, where, {"model_name": name} | facts)
 
-
-@dataclass(frozen=True)
-class ModelFiles:
-    """Where a model is.
-
-    Attributes:
-        name: of the model on the hub, or a folder.
-        where: what `from_pretrained` is given to find it.
-        checkpoint: which training checkpoint it is, if it is one.
-    """
-
-    name: str
-    where: dict[str, Any]
-    checkpoint: Checkpoint | None
-
-    def facts(self) -> dict[str, str | int | bool]:
-        """Fields of the bridge's `cfg`."""
-        if self.checkpoint is None:
-            return {"model_name": self.name}
-        return {
-            "model_name": self.name,
-            "from_checkpoint": True,
-            "checkpoint_index": self.checkpoint.index,
-            "checkpoint_value": self.checkpoint.value,
-            "checkpoint_label_type": "step",
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Where a model's weights are to be. The fields are arguments of `TransformerBridge.boot_transformers`."""
-
-    device: torch.device | str | None
-    device_map: DeviceMap
-    n_devices: int | None
-    max_memory: MaxMemory
-
-    @property
-    def spreads(self) -> bool:
-        """The model is spread over several devices."""
-        return self.device_map is not None or self.n_devices is not None
-
-    def arguments(self, load_weights: bool) -> dict[str, Any]:
-        """What `from_pretrained` is given.
+    def _placed(self) -> dict[str, Any]:
+        """What `from_pretrained` is given that says where the weights are to be.
 
         Raises:
             ValueError: arguments that exclude each other.
         """
-        if self.max_memory is not None and not self.spreads:
+        spreads = self.device_map is not None or self.n_devices is not None
+        if self.max_memory is not None and not spreads:
             raise ValueError("max_memory says how to spread a model: it needs device_map or n_devices")
         if self.device_map is not None and self.n_devices is not None:
             raise ValueError("device_map and n_devices both say how to spread the model")
-        if self.device is not None and not load_weights:
+        if self.device is not None and not self.load_weights:
             raise ValueError(
                 f"a model without weights is on no device, so device={self.device!r} cannot be had: leave it out; or "
                 "wrap AutoModelForCausalLM.from_config(config), whose weights are random"
             )
-        if self.device is not None and self.spreads:
+        if self.device is not None and spreads:
             raise ValueError("device puts the whole model in one place; device_map and n_devices spread it")
         if self.n_devices is not None:
             return {"device_map": "balanced", "max_memory": self.max_memory or _first_devices(self.n_devices)}
-        given = {"device_map": self.device_map, "max_memory": self.max_memory or None}
-        return {name: value for name, value in given.items() if value is not None}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """What of a model is loaded, and as what. The fields are arguments of `TransformerBridge.boot_transformers`."""
-
-    model_class: type[Any] | None
-    hf_config_overrides: Mapping[str, object] | None
-    n_ctx: int | None
-    dtype: torch.dtype | str | None
-    attn_implementation: str | None
-    quantization_config: object
-    load_weights: bool
-    patches: Patches | None
-    weight_conversions: WeightConversions | None
-    from_pretrained: Mapping[str, object]
+        return {"device_map": self.device_map, "max_memory": self.max_memory or None}
 
     def config(self, files: ModelFiles) -> PreTrainedConfig:
         """The model's configuration, with the fields that are to be others."""
@@ -300,23 +251,35 @@ class Variant:
         _override(text, context_fields(text, self.n_ctx))
         return config
 
-    def arguments(self, placed: Mapping[str, object]) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         """What `from_pretrained` is given besides its configuration and where the files are.
 
-        Args:
-            placed: what says where the weights are to be.
-
         Raises:
-            ValueError: something would say how weights are loaded, and none are.
+            ValueError: arguments that exclude each other; or something would say how weights are loaded, and none are.
         """
         given = {
-            "dtype": self.dtype, "attn_implementation": self.attn_implementation,
+            **self._placed(), "dtype": self.dtype, "attn_implementation": self.attn_implementation,
             "quantization_config": self.quantization_config, **self.from_pretrained,
         }  # fmt: skip
-        made = {**placed, **{name: value for name, value in given.items() if value is not None}}
+        made = {name: value for name, value in given.items() if value is not None}
         if not self.load_weights and (idle := made.keys() - {"dtype", "attn_implementation"}):
             raise ValueError(f"{', '.join(sorted(idle))} would say how weights are loaded, but load_weights is False")
         return made
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """Where a model is.
+
+    Attributes:
+        name: of the model on the hub, or a folder.
+        where: what `from_pretrained` is given to find it.
+        facts: fields of the bridge's `cfg`: its name, and which training checkpoint it is, if it is one.
+    """
+
+    name: str
+    where: dict[str, Any]
+    facts: dict[str, Any]
 
 
 def _override(config: PreTrainedConfig, changes: Mapping[str, object]) -> None:
@@ -377,13 +340,11 @@ class UnknownArgumentError(TypeError):
         return f"{name!r} is an argument of neither the bridge nor {loader}.{suggestion(name, known)}"
 
 
-def load(source: ModelOrigin, placement: Placement, variant: Variant, progress: bool) -> tuple[nn.Module, ModelFiles]:
+def load(asked: LoadRequest, progress: bool) -> tuple[nn.Module, ModelFiles]:
     """A model from the hub or a folder; see `TransformerBridge.boot_transformers`.
 
     Args:
-        source: which files.
-        placement: where its weights are to be.
-        variant: what of it, and as what.
+        asked: what is asked for.
         progress: show the bars of loading.
 
     Raises:
@@ -391,45 +352,47 @@ def load(source: ModelOrigin, placement: Placement, variant: Variant, progress: 
             HookedTransformer's own format.
         UnknownArgumentError: an argument that nobody knows.
     """
-    files = source.found(check_format=True)
-    config = variant.config(files)
-    loader = variant.model_class or _class_for(config)
-    arguments = {"config": config, **files.where} | variant.arguments(placement.arguments(variant.load_weights))
-    with _bars(progress), patched(variant.patches, variant.weight_conversions, loader, config):
+    files = asked.files(check_format=True)
+    config = asked.config(files)
+    loader = asked.model_class or _class_for(config)
+    arguments = {"config": config, **files.where} | asked.arguments()
+    with _bars(progress), patched(asked.patches, asked.weight_conversions, loader, config):
         try:
-            model = (
-                loader.from_pretrained(files.name, **arguments) if variant.load_weights else _empty(loader, arguments)
-            )
+            model = loader.from_pretrained(files.name, **arguments) if asked.load_weights else _empty(loader, arguments)
         except TypeError as error:
-            _explain_unknown(error, variant.from_pretrained, loader)
+            _explain_unknown(error, asked.from_pretrained, loader)
             raise
-        keep_recording(model, variant.patches)
+        keep_recording(model, asked.patches)
     quantiser: Any = getattr(model, "hf_quantizer", None)
     if "gguf_file" in files.where and getattr(quantiser, "packed_modules", None) == {}:
         quantiser.remove_quantization_config(model)  # every weight was dequantised: the model can be saved
-    model = text_model(model) if variant.model_class is None else model
-    if placement.device is not None:
-        model.to(placement.device)
+    model = text_model(model) if asked.model_class is None else model
+    if asked.device is not None:
+        model.to(asked.device)
     return model, files
 
 
-def loaded_already(model: nn.Module, source: ModelOrigin, placement: Placement, variant: Variant) -> ModelFiles:
+#: What is asked of a model that is loaded already: the tokenizer's files, and where the model is to be.
+_OF_LOADED = (
+    "name", "revision", "cache_dir", "force_download", "local_files_only", "token", "trust_remote_code", "device",
+    "load_weights", "from_pretrained",
+)  # fmt: skip
+
+
+def loaded_already(model: nn.Module, asked: LoadRequest) -> ModelFiles:
     """Puts a model that is loaded already on its device, and finds its files for the tokenizer.
 
     Raises:
         ValueError: an argument would change how it is loaded.
     """
-    given = {
-        **vars(variant), **variant.from_pretrained, **vars(placement), "gguf_file": source.gguf_file,
-        "checkpoint_index": source.checkpoint_index, "checkpoint_value": source.checkpoint_value,
-    }  # fmt: skip
-    del given["device"], given["load_weights"], given["from_pretrained"]
-    clash = [name for name, value in given.items() if value is not None] + ["load_weights"] * (not variant.load_weights)
+    given = {name: value for name, value in vars(asked).items() if name not in _OF_LOADED} | {**asked.from_pretrained}
+    clash = [name for name, value in given.items() if value is not None]
+    clash += ["load_weights"] * (not asked.load_weights)
     if clash:
         raise ValueError(f"{', '.join(clash)} would change how the model is loaded, but hf_model is loaded")
-    files = source.found(check_format=False)
-    if placement.device is not None:
-        model.to(placement.device)
+    files = asked.files(check_format=False)
+    if asked.device is not None:
+        model.to(asked.device)
     return files
 
 
@@ -491,8 +454,8 @@ def _explain_unknown(error: TypeError, given: Collection[str], loader: type[Any]
     """Raises our own error where Hugging Face's says that it does not know an argument of the user's."""
     for name in given:
         if f"unexpected keyword argument {name!r}" in str(error):
-            known = {field.name for part in (ModelOrigin, Placement, Variant) for field in fields(part)}
-            known = known - {"name", "from_pretrained"} | {"hf_model", "tokenizer", "progress", "name_or_path"}
+            known = {field.name for field in fields(LoadRequest)} - {"name", "from_pretrained"}
+            known |= {"hf_model", "tokenizer", "progress", "name_or_path"}
             raise UnknownArgumentError(name, loader.__name__, sorted(known)) from error
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -35,7 +35,7 @@ from tqdm.auto import tqdm
 from bridge.bridge import TransformerBridge
 from bridge.hooks.arguments import check_positive, refuse_wrong_types
 from bridge.hooks.hooks import HookPoint
-from bridge.hooks.names import act_name
+from bridge.hooks.names import WhenAsked, act_name
 from bridge.interventions.operations import mean
 from bridge.patching.lazy_logits import LazyLogits
 from bridge.patching.result import Indices, Metric, Metrics, PatchingResult, Reduce, clean_activation, data_frame
@@ -482,32 +482,8 @@ def _stacked(results: Any) -> Tensor:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class AblatedActivations(Mapping[str, Tensor]):
-    """Activations of a run as an ablation replaces them, worked out when they are asked for.
-
-    Args:
-        cache: the activations of a run, with their batch axis.
-        replace: makes what replaces one of them.
-    """
-
-    def __init__(self, cache: Mapping[str, Tensor], replace: Callable[[Tensor], Tensor]) -> None:
-        self._cache, self._replace = cache, replace
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._replace(self._cache[name])
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._cache
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._cache)
-
-    def __len__(self) -> int:
-        return len(self._cache)
-
-
 @refuse_wrong_types
-def ablated(cache: Mapping[str, Tensor], how: str, seed: int = 0) -> AblatedActivations:
+def ablated(cache: Mapping[str, Tensor], how: str, seed: int = 0) -> Mapping[str, Tensor]:
     """Activations to patch with, in the place of a clean cache, so that a sweep ablates piece by piece.
 
     Args:
@@ -531,19 +507,19 @@ def ablated(cache: Mapping[str, Tensor], how: str, seed: int = 0) -> AblatedActi
         torch.Size([4, 4])
     """
     if how == "zero":
-        return AblatedActivations(cache, lambda x: torch.zeros_like(x[:1]))
+        return WhenAsked(cache, lambda name, x: torch.zeros_like(x[:1]))
     if how == "mean":
-        return AblatedActivations(cache, lambda x: mean(x, 0))
+        return WhenAsked(cache, lambda name, x: mean(x, 0))
     if how != "resample":
         raise ValueError(f'how is {how!r}; it must be "zero", "mean" or "resample"')
 
-    def resample(x: Tensor) -> Tensor:
+    def resample(name: str, x: Tensor) -> Tensor:
         if len(x) < 2:
             raise ValueError("resampling takes from another row of the batch, and this cache has only one")
         by = int(torch.randint(1, len(x), (), generator=torch.Generator().manual_seed(seed)))
         return x.roll(by, 0)
 
-    return AblatedActivations(cache, resample)
+    return WhenAsked(cache, resample)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

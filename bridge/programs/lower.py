@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from adapters.feed_forward import first_projection, gate_and_up, has_gate, joined, stacked
 from adapters.imports import is_compiling
+from adapters.observe.observe import Watch
 from adapters.points import Site, call_number, has_module, module_path, token_embedding
 from adapters.views import Args, Call, Kwargs
-from bridge.hooks.context import Listener, RunsWithPass
+from bridge.hooks.context import Listener
 from bridge.hooks.hooks import HookPoint, LeaderEdit, wants_gradients
 from bridge.interventions.operations import Operation
 from bridge.programs.program_pass import AnyFunction, Function, LoweredPoint, LoweredSite, ProgramPass, current
@@ -26,8 +26,8 @@ from bridge.run.inputs import RunnableBridge
 from bridge.taps.attention import AttentionWatch, ObservedAttentionCall, show_scores_and_pattern
 from bridge.taps.attention_call import AttentionCall, implementation_of, is_looked_up, is_opaque
 from bridge.taps.experts import RouterWatch
-from bridge.taps.taps import Tap
-from bridge.trace.coroutine import PointPassedError
+from bridge.taps.taps import CallWatch, Tap
+from bridge.trace.coroutine import OutOfStepError
 from bridge.trace.edit import BodyActivations, BodyInStep, Edit, assigned
 from bridge.wiring.compiled import ForcedEager, strip
 
@@ -315,7 +315,7 @@ class LoweredTap:
         module: nn.Module,
         steps: Mapping[str, Sequence[LoweredPoint]],
         here: threading.local,
-        watch: Callable[[ObservedAttentionCall], AttentionWatch | RouterWatch] | None = None,
+        watch: Callable[[ObservedAttentionCall], AttentionWatch | CallWatch] | None = None,
     ) -> None:
         self.module, self.here, self._watch = module, here, watch
         self.steps = {channel: tuple(points) for channel, points in steps.items()}
@@ -370,10 +370,6 @@ class _CallInProgram(ObservedAttentionCall):
 def _attention(module: nn.Module, steps: Mapping[str, Sequence[LoweredPoint]], here: threading.local) -> LoweredTap:
     kernel_alone = implementation_of(module) == "sdpa" and is_looked_up(type(module).forward, "sdpa")
     return LoweredTap(module, steps, here, partial(AttentionWatch, kernel_alone=kernel_alone))
-
-
-def _router(module: nn.Module, steps: Mapping[str, Sequence[LoweredPoint]], here: threading.local) -> LoweredTap:
-    return LoweredTap(module, steps, here, RouterWatch)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -442,7 +438,7 @@ _TAPS: Mapping[str, MakesTap] = {
     "attention": _attention,
     "softmax": _attention,
     "experts": LoweredExperts,
-    "router": _router,
+    "router": partial(LoweredTap, watch=RouterWatch),
 }
 
 
@@ -507,25 +503,21 @@ class LoweredBody:
 
     def _in_new_step(self, given: Tensor, hook: HookPoint, program_pass: ProgramPass) -> Tensor | None:
         """With the body run up to it once more."""
-        seen = program_pass.bodies.get(self)
-        if not isinstance(seen, PassActivations):
-            seen = program_pass.bodies[self] = PassActivations()
-        seen.values[hook.name] = given
-        again = ReplayedActivations(self.edit, seen.values, hook)
-        with _RefuseRandom(self.edit), contextlib.suppress(_PointNotReached):
+        seen = program_pass.given.setdefault(self, {})
+        seen[hook.name] = given
+        again = ReplayedActivations(self.edit, seen, hook)
+        with Watch.calling(self._refuse_random), contextlib.suppress(_PointNotReached):
             self.edit.body(again)
         return again.result
 
-
-class PassActivations(RunsWithPass):
-    """The activations that a body was given in one pass, in turn, by name."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, Tensor] = {}
-
-    def end(self) -> None:
-        """Lets go of them."""
-        self.values.clear()
+    def _refuse_random(self, func: AnyFunction, args: Args, kwargs: Kwargs) -> Any:
+        if func in _RANDOM and len(self.edit.points) > 1:
+            raise ValueError(
+                f"{self.edit!r} draws random numbers ({getattr(func, '__name__', func)}), and asks for several "
+                "points: in a compiled or exported program its body runs once for each of them, with other numbers "
+                "each time. Give the numbers to the program as an input"
+            )
+        return func(*args, **kwargs)
 
 
 class _PointNotReached(Exception):
@@ -556,7 +548,7 @@ class ReplayedActivations(BodyActivations):
             raise _PointNotReached
         at = list(self._given).index(hook.name)
         if at < self._at:
-            raise PointPassedError(f"{hook.name} has passed. Ask for points in the model's order")
+            raise OutOfStepError(f"{hook.name} has passed. Ask for points in the model's order")
         self._at = at
         return hook.name
 
@@ -573,22 +565,3 @@ class ReplayedActivations(BodyActivations):
         found = self._reach(name)
         self._given[found] = assigned(value, self._given[found], self._edit.find(name))
         self._note(found)
-
-
-class _RefuseRandom(TorchFunctionMode):
-    """Refuses random numbers in a body that is run more than once."""
-
-    def __init__(self, edit: Edit) -> None:
-        super().__init__()
-        self._edit = edit
-
-    def __torch_function__(
-        self, func: AnyFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
-    ) -> object:
-        if func in _RANDOM and len(self._edit.points) > 1:
-            raise ValueError(
-                f"{self._edit!r} draws random numbers ({getattr(func, '__name__', func)}), and asks for several "
-                "points: in a compiled or exported program its body runs once for each of them, with other numbers "
-                "each time. Give the numbers to the program as an input"
-            )
-        return func(*args, **({} if kwargs is None else kwargs))

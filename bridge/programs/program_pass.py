@@ -33,16 +33,18 @@ class ProgramPass(Pass, PassMemory):
     Attributes:
         kept: the captured activations, by canonical name.
         sources: what passed the sites that views elsewhere need: the module called there, the tensor.
-        asking: a user's function is being called: what it computes is not the model's.
+        given: the activations that bodies were given, in turn, by name, where these run anew at each point.
+        in_user_function: a user's function is being called: what it computes is not the model's.
     """
 
-    __slots__ = ("in_user_function", "inputs", "kept", "sources")
+    __slots__ = ("given", "in_user_function", "inputs", "kept", "sources")
 
     def __init__(self, inputs: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.inputs = inputs
         self.kept: dict[str, Tensor] = {}
         self.sources: dict[Site, tuple[nn.Module, Tensor]] = {}
+        self.given: dict[object, dict[str, Tensor]] = {}
         self.in_user_function = False
 
     @property
@@ -70,6 +72,7 @@ class ProgramPass(Pass, PassMemory):
         """The pass is over."""
         for body in self.bodies.values():
             body.end()
+        self.given.clear()
 
 
 def current(here: threading.local) -> ProgramPass:

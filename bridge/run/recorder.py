@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from adapters.views import Args, Call, Deferred, Kwargs
 from adapters.views.views import NO_CALL
-from bridge.hooks.arguments import BatchAxisError, check_positive
+from bridge.hooks.arguments import check_positive, without_batch_axis
 from bridge.hooks.context import Listener, Scope, of_the_next_run
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.parts import KeptHeads, rows_within
@@ -365,11 +365,7 @@ def caching_functions(
     def keep(value: Tensor, hook: HookPoint, suffix: str) -> None:
         value = picked_positions(value.detach(), pos_slice, hook)
         value = value if device is None else value.to(device)
-        if remove_batch_dim:
-            if value.shape[0] != 1:
-                raise BatchAxisError(value.shape[0], hook.name, list(value.shape))
-            value = value[0]
-        cache[hook.name + suffix] = value
+        cache[hook.name + suffix] = without_batch_axis(value, hook.name) if remove_batch_dim else value
 
     def forward(activation: Tensor, hook: HookPoint) -> None:
         is_new = hook.name not in cache

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from adapters.config import ModelConfig
 from adapters.points import token_embedding
+from bridge.hooks.arguments import CannotBeDoneError
 from bridge.hooks.modules import TokenEmbedding
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -238,10 +239,6 @@ def check_whole_logits(return_type: str | None, arguments: Mapping[str, Any]) ->
 Tokens = Int[Tensor, "..."] | Sequence[int] | Sequence[Sequence[int]]
 
 
-class TokenError(ValueError, AssertionError):
-    """What was asked of text and tokens cannot be done. HookedTransformer gives an `AssertionError` there."""
-
-
 class UnknownWordWarning(UserWarning):
     """A text has words that the tokenizer does not know: the model reads its unknown token in their place."""
 
@@ -346,7 +343,7 @@ def _added_by(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]
     """What a tokenizer puts before and behind a text by itself.
 
     Raises:
-        TokenError: it cannot be told.
+        CannotBeDoneError: it cannot be told.
     """
     for text in _PROBES:
         plain: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -354,7 +351,7 @@ def _added_by(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]
         for start in range(len(dressed) - len(plain) + 1) if plain else ():
             if dressed[start : start + len(plain)] == plain:
                 return dressed[:start], dressed[start + len(plain) :]
-    raise TokenError(
+    raise CannotBeDoneError(
         f"{type(tokenizer).__name__} makes other tokens of each of {', '.join(map(repr, _PROBES))} when it adds "
         "special tokens, so what it adds cannot be told; give tokens in place of text"
     )
@@ -447,12 +444,14 @@ def _chat(
         ValueError: the tokenizer has no chat template, or BOS is spoken of, which is the template's business.
     """
     if not tokenizer.chat_template:
-        raise TokenError(
+        raise CannotBeDoneError(
             f"{type(tokenizer).__name__} has no chat template, so it makes no tokens of a chat: give a text, or set "
             "bridge.tokenizer.chat_template"
         )
     if prepend_bos is not None:
-        raise TokenError(f"prepend_bos={prepend_bos}: whether a chat starts with BOS, its template says; leave it out")
+        raise CannotBeDoneError(
+            f"prepend_bos={prepend_bos}: whether a chat starts with BOS, its template says; leave it out"
+        )
     ids = tokenizer.apply_chat_template([*map(dict, messages)], add_generation_prompt=True, return_dict=False)
     return torch.tensor([ids])
 
@@ -498,10 +497,10 @@ def to_single_token(bridge: HasTokenizer, string: str) -> int:
     facts = bridge.tokenizer_facts
     ids = facts.encode(string, prepend_bos=False, keep_ending=False)
     if unknown := facts.unknown_words(string, ids):
-        raise TokenError(f"{string!r} is no token: {facts.explain_unknown(unknown)}")
+        raise CannotBeDoneError(f"{string!r} is no token: {facts.explain_unknown(unknown)}")
     if len(ids) != 1:
         pieces = [str(to_string(bridge, token)) for token in ids]
-        raise TokenError(f"{string!r} is {len(ids)} tokens, not one: {pieces}")
+        raise CannotBeDoneError(f"{string!r} is {len(ids)} tokens, not one: {pieces}")
     return ids[0]
 
 
@@ -531,7 +530,7 @@ def get_token_position(
     places = (tokens == token).nonzero()[:, 0].tolist()
     if not places:
         # HookedTransformer's words, which programs compare.
-        error = TokenError("The token does not occur in the prompt")
+        error = CannotBeDoneError("The token does not occur in the prompt")
         error.add_note(f"{single_token!r} does not stand in {input!r}")
         raise error
     return int(places[0] if mode == "first" else places[-1])

@@ -59,7 +59,7 @@ class AttentionTap(Tap):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self._kernel: PatchedKernel | None = None
-        self._unpatch: Callable[[], object] = lambda: None
+        self._give_kernel_back: Callable[[], object] = lambda: None
         self._slow: RemovableHandle | None = None
 
     def watched(self, *args: Any, **kwargs: Any) -> Any:
@@ -88,13 +88,13 @@ class AttentionTap(Tap):
                 return  # another thread was quicker
             self._leave_kernel()
             self._kernel = PatchedKernel.install(ALL_ATTENTION_FUNCTIONS, implementation)
-            self._unpatch = self._kernel.uninstalled_with(self)
+            self._give_kernel_back = self._kernel.uninstalled_with(self)
 
     def _leave_kernel(self) -> None:
         if self._kernel is not None:
             with LOCK:
                 self._kernel = None
-                self._unpatch()
+                self._give_kernel_back()
 
     def _install(self) -> None:
         super()._install()
@@ -170,11 +170,7 @@ class AttentionWatch(SeesAttention):
         return func(*args, **kwargs)
 
     def output_of(self, run: Callable[[], Any]) -> Any:
-        """What the module returns, all of whose functions are seen.
-
-        Args:
-            run: its forward.
-        """
+        """What the module returns when it is run, all of whose functions are seen."""
         with self:
             output = run()
         self.check()

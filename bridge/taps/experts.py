@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,15 +17,18 @@ from torch import Tensor
 
 from adapters.feed_forward import first_projection, gate_and_up, has_gate, joined, stacked, width
 from adapters.observe.observe import CHOICES, LINEAR_PRODUCTS
-from adapters.views import Args, Call, Kwargs
+from adapters.views import Args, Kwargs
 from bridge.hooks.modules import with_element
 from bridge.sharing import SharedExperts
-from bridge.taps.taps import CallWatch, RunCall, Tap, TappedCall
+from bridge.taps.taps import CallWatch, RunCall, TappedCall
+
+#: What adds a bias to a product.
+SUMS = {torch.add, Tensor.add, Tensor.__add__}
 
 
-class ExpertsTap(Tap):
-    """For modules whose own forward runs each expert's two projections, `gate_up_proj` (or `up_proj`, where there is no
-    gate) and `down_proj`, in turn.
+class ExpertsWatch(CallWatch):
+    """Shows what one call of experts computes whose own forward runs each one's two projections, `gate_up_proj` (or
+    `up_proj`, where there is no gate) and `down_proj`, in turn.
 
     Its channels are ``{expert}.in`` and ``{expert}.out``, what the expert is given and returns, ``[row, d_model]``, and
     ``{expert}.gate``, ``{expert}.pre`` and ``{expert}.post``, ``[row, d_expert]``. There is a row for each token that
@@ -32,60 +36,40 @@ class ExpertsTap(Tap):
     expert that no token was sent to has no rows.
     """
 
-    def watched(self, *args: object, **kwargs: object) -> Any:
-        """The module's forward when somebody listens."""
-        call = Call(self.module, args, kwargs)
-        watch = ExpertsWatch(self, call)
-        if watch.shared is None:
-            with watch:
-                output = self._one_by_one(*args, **kwargs)
-        else:
-            with watch, watch.shared.all_numbered():
-                output = inspect.unwrap(type(self.module).forward)(self.module, *args, **kwargs)
-        watch.show_idle_experts()
-        return output
-
-    def _one_by_one(self, *args: object, **kwargs: object) -> Any:
-        module: Any = self.module
-        if self.own is None:
-            return inspect.unwrap(type(module).forward)(module, *args, **kwargs)
-        # Someone else's forward wraps the model's own (accelerate's, which brings the weights).
-        config = module.config
-        module.__dict__["config"] = copy.copy(config)
-        module.config._experts_implementation_internal = "eager"
-        try:
-            return self.original(*args, **kwargs)
-        finally:
-            module.__dict__["config"] = config
-
-
-#: What adds a bias to a product.
-SUMS = {torch.add, Tensor.add, Tensor.__add__}
-
-
-class ExpertsWatch(CallWatch):
-    """Shows what enters and leaves each expert's projections while it is active, by `ExpertsTap`'s channels.
-
-    Args:
-        tap: the tap.
-        call: the call of the module.
-    """
-
-    def __init__(self, tap: Tap, call: Call) -> None:
-        super().__init__(RunCall(tap, call))
-        self._tap = tap
+    def __init__(self, shown: RunCall) -> None:
+        super().__init__(shown)
+        self._tap = shown.tap
         self._ran: set[int] = set()
-        self._first, self._stacked = first_projection(tap.module), stacked(tap.module)
+        self._first, self._stacked = first_projection(shown.module), stacked(shown.module)
         self._given: dict[int, Tensor] = {}
-        self.shared = SharedExperts.of(tap.module)
+        self._shared = SharedExperts.of(shown.module)
+
+    def output_of(self, run: Callable[[], Any]) -> Any:
+        """What the module's own forward returns, which runs the experts one by one."""
+        module: Any = self.shown.module
+        if self._shared is None and self._tap.own is not None:
+            # Someone else's forward wraps the model's own (accelerate's, which brings the weights).
+            config = module.config
+            module.__dict__["config"] = copy.copy(config)
+            module.config._experts_implementation_internal = "eager"
+            try:
+                output = super().output_of(run)
+            finally:
+                module.__dict__["config"] = config
+        else:
+            call, own = self.shown.call, inspect.unwrap(type(module).forward)
+            with nullcontext() if self._shared is None else self._shared.all_numbered():
+                output = super().output_of(lambda: own(module, *call.args, **call.kwargs))
+        self._show_idle_experts()
+        return output
 
     def call(self, func: Callable[..., Any], args: tuple[object, ...], kwargs: Kwargs) -> Any:
         """Shows what enters and leaves the projections."""
         if func not in LINEAR_PRODUCTS and func not in SUMS:
-            part = None if self.shared is None else self.shared.taken(func, args)
+            part = None if self._shared is None else self._shared.taken(func, args)
             return func(*args, **kwargs) if part is None else part
         x, other = operands(args, kwargs)
-        module: Any = self._tap.module
+        module: Any = self.shown.module
         if self._stacked:
             return self._of_stacked(func, x, other, args, kwargs)
         if func in LINEAR_PRODUCTS:
@@ -137,19 +121,19 @@ class ExpertsWatch(CallWatch):
             weight: an operand.
             name: of the parameter.
         """
-        if self.shared is not None:
-            return self.shared.which(weight, name)
-        return _which(weight, getattr(self._tap.module, name))
+        if self._shared is not None:
+            return self._shared.which(weight, name)
+        return _which(weight, getattr(self.shown.module, name))
 
     def _made(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        return func(*args, **kwargs) if self.shared is None else self.shared.made(func, args, kwargs)
+        return func(*args, **kwargs) if self._shared is None else self._shared.made(func, args, kwargs)
 
     def _show(self, expert: int, channel: str, x: Tensor) -> Tensor:
         return self.shown.show(f"{expert}.{channel}", x)
 
-    def show_idle_experts(self) -> None:
+    def _show_idle_experts(self) -> None:
         """Shows the experts that did not run, without rows."""
-        module: Any = self._tap.module
+        module: Any = self.shown.module
         shown: set[str] = set()
         # One after the other: a hook may let go of points, or ask for further ones.
         while waiting := [channel for channel in self._tap.points if channel not in shown]:
@@ -186,24 +170,15 @@ def _which(weight: Any, everyone: Tensor, *, turned: bool = False) -> int | None
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class BatchedExpertsTap(Tap):
-    """For modules whose forward multiplies the tokens of all experts in one product, ``[expert, row, d]``.
-
-    Its channels are those of `ExpertsTap`. Every expert has a row for every token: its input is the token times
-    its weight, which is zero where it is not chosen.
-    """
-
-    def watched(self, *args: object, **kwargs: object) -> Any:
-        """The module's forward when somebody listens."""
-        with _BatchesWatch(RunCall(self, Call(self.module, args, kwargs))):
-            return self.original(*args, **kwargs)
-
-
 _BATCHED_PRODUCTS = {torch.bmm, Tensor.bmm}
 
 
-class _BatchesWatch(CallWatch):
-    """Shows what enters and leaves the two products of all experts while it is active."""
+class BatchedExpertsWatch(CallWatch):
+    """Shows what one call of experts computes that multiplies the tokens of all in one product, ``[expert, row, d]``.
+
+    Its channels are those of `ExpertsWatch`. Every expert has a row for every token: its input is the token times
+    its weight, which is zero where it is not chosen.
+    """
 
     def call(self, func: Callable[..., Any], args: tuple[object, ...], kwargs: Kwargs) -> Any:
         """Shows what enters and leaves the products."""
@@ -230,17 +205,8 @@ class _BatchesWatch(CallWatch):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The steps by which a router chooses experts, and the tap that shows them.
+# The steps by which a router chooses experts.
 # ----------------------------------------------------------------------------------------------------------------------
-
-
-class RouterTap(Tap):
-    """For routers. Its channels are those of `RouterWatch`."""
-
-    def watched(self, *args: object, **kwargs: object) -> Any:
-        """The module's forward when somebody listens."""
-        watch = RouterWatch(RunCall(self, Call(self.module, args, kwargs)))
-        return watch.output_of(lambda: self.original(*args, **kwargs))
 
 
 class RouterWatch(CallWatch):
@@ -280,8 +246,7 @@ class RouterWatch(CallWatch):
         Args:
             run: its forward.
         """
-        with self:
-            output = run()
+        output = super().output_of(run)
         if not self.shown.active_points(("weights",)):
             return output
         whole = [place for place, x in enumerate(output) if not x.is_floating_point()]

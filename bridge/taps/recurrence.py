@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from adapters.mixers import FUNCTIONS, ONE_STEP, FunctionTensor, functions_of
-from adapters.views import Args, Call, Kwargs
-from bridge.taps.taps import PatchedFunction, RunCall, Tap, calling_instead
+from adapters.views import Args, Kwargs
+from bridge.taps.taps import CallWatch, PatchedFunction, RunCall, calling_instead
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The states of a mixer's recurrence, one position after the other, by the model's own function for one step.
@@ -208,42 +208,34 @@ def with_states(recurrence: Recurrence, before: Tensor, new: Tensor) -> Any:
     return recurrence.returned(outputs, state)
 
 
-class RecurrenceTap(Tap):
-    """For mixers that call functions of `adapters.mixers`. Its channels are theirs, and ``state``."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
-        self.namespace: MutableMapping[str, Any] = inspect.unwrap(type(module).forward).__globals__
-        self._uninstalling: list[Callable[[], object]] = []
-
-    def _install(self) -> None:
-        names = functions_of(self.module)
-        self._uninstalling = [PatchedFunction.install(self.namespace, name).uninstalled_with(self) for name in names]
-        super()._install()
-
-    def _uninstall(self) -> None:
-        super()._uninstall()
-        while self._uninstalling:
-            self._uninstalling.pop()()
-
-    def watched(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward when somebody listens."""
-        call = _MixerCall(self, Call(self.module, args, kwargs))
-        with calling_instead(call.instead):
-            output = self.original(*args, **kwargs)
-        call.check()
-        return output
+def _namespace(module: nn.Module) -> MutableMapping[str, Any]:
+    """Where a mixer's forward looks for its functions."""
+    found: MutableMapping[str, Any] = inspect.unwrap(type(module).forward).__globals__
+    return found
 
 
-class _MixerCall(RunCall):
-    """Shows what one call of a mixer computes."""
+class MixerWatch(CallWatch):
+    """Shows what one call of a mixer computes: it is called in place of the functions of `adapters.mixers`.
 
-    tap: RecurrenceTap
+    Its channels are theirs, and ``state``.
+    """
 
-    def __init__(self, tap: RecurrenceTap, call: Call) -> None:
-        super().__init__(tap, call)
-        self._length = call.input.shape[1]
+    def __init__(self, shown: RunCall) -> None:
+        super().__init__(shown)
+        self._points, self._length = shown.tap.points, shown.call.input.shape[1]
         self._seen: set[str] = set()
+
+    @staticmethod
+    def functions(module: nn.Module) -> Iterable[tuple[MutableMapping[str, Any], str]]:
+        """Those that a mixer calls."""
+        return [(_namespace(module), name) for name in functions_of(module)]
+
+    def output_of(self, run: Callable[[], Any]) -> Any:
+        """As `CallWatch` says, where everything was seen that somebody listens to."""
+        with calling_instead(self.instead):
+            output = run()
+        self._check()
+        return output
 
     def instead(self, own: Callable[..., Any], name: str, args: Args, kwargs: Kwargs) -> Any:
         """What is called in place of a function of the mixer's."""
@@ -265,7 +257,7 @@ class _MixerCall(RunCall):
     def _gate_behind(self, name: str, given: inspect.BoundArguments) -> Tensor | None:
         """The gate that a function is not to apply, since what is shown comes before it."""
         for seen in FUNCTIONS[name]:
-            if seen.gate is not None and self.active_points((seen.channel,)):
+            if seen.gate is not None and self.shown.active_points((seen.channel,)):
                 gate: Tensor | None = given.arguments.pop(seen.gate, None)
                 return gate
         return None
@@ -273,14 +265,14 @@ class _MixerCall(RunCall):
     def _show(self, seen: FunctionTensor, x: Tensor) -> Tensor:
         """Shows an argument or a result, and returns what is made of it."""
         self._seen.add(seen.channel)
-        if not self.active_points((seen.channel,)):
+        if not self.shown.active_points((seen.channel,)):
             return x
         same = seen.axes.endswith(" _")
         axes = seen.axes.removesuffix(" _")
         whole = rearrange(x[..., 0] if same else x, f"{axes} -> {seen.shown}")
         past = whole.shape[1] - self._length  # of a convolution that is given the last positions of a past
         shown = whole[:, past:]
-        new = self.show(seen.channel, shown)
+        new = self.shown.show(seen.channel, shown)
         if new is shown:
             return x
         new = torch.cat([whole[:, :past], new], dim=1) if past else new
@@ -289,38 +281,38 @@ class _MixerCall(RunCall):
 
     def _through_states(self, own: Callable[..., Any], name: str, given: inspect.BoundArguments) -> Any:
         """What the function returns; with other states, where somebody changes them."""
-        if name not in RECURRENCES or not self.active_points(("state",)):
+        if name not in RECURRENCES or not self.shown.active_points(("state",)):
             return own(*given.args, **given.kwargs)
         self._refuse_gradients()
         self._seen.add("state")
-        one = self.tap.namespace[ONE_STEP.get(name, name)]
+        one = _namespace(self.shown.module)[ONE_STEP.get(name, name)]
         one = one.own if isinstance(one, PatchedFunction) else one
         arguments = {**given.arguments, **given.arguments.get("kwargs", {})}
         arguments.pop("kwargs", None)
         recurrence = RECURRENCES[name](arguments, one)
         before = states_of(recurrence)
-        new = self.show("state", before)
+        new = self.shown.show("state", before)
         return own(*given.args, **given.kwargs) if new is before else with_states(recurrence, before, new)
 
     def _refuse_gradients(self) -> None:
-        for point in self.active_points(("state",)):
+        for point in self.shown.active_points(("state",)):
             if any(listener.kind in ("bwd", "edge") for listener in point.visible_listeners()):
                 raise RuntimeError(
                     f"{point.name} has no gradient: the model's output does not go through these states but through "
                     "a function of the whole sequence. hook_recurrence_out, hook_x and hook_log_decay have theirs"
                 )
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """Looks whether everything was seen that somebody listens to.
 
         Raises:
             RuntimeError: it was not.
         """
-        missed = [channel for channel in self.tap.points if channel not in self._seen]
-        points = self.active_points(missed)
+        missed = [channel for channel in self._points if channel not in self._seen]
+        points = self.shown.active_points(missed)
         if points:
             names = ", ".join(point.name for point in points)
             raise RuntimeError(
-                f"{type(self.module).__name__} ran without the functions in which {names} can be seen "
+                f"{type(self.shown.module).__name__} ran without the functions in which {names} can be seen "
                 "(a fused kernel did it all): use model.eval(), or load the model without kernels"
             )

@@ -28,7 +28,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, Self
@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from adapters.observe.observe import Watch
 from adapters.points import call_number
 from adapters.views import Args, Call, Kwargs
-from bridge.hooks.context import CURRENT, ForwardPass, Scope
+from bridge.hooks.context import CURRENT, ForwardPass, Scope, setting
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.modules import InForwardsPlace
 from bridge.sharing import SharedTensor
@@ -51,9 +51,10 @@ class Tap(InForwardsPlace):
 
     Args:
         module: the module.
+        watch: the class of what sees the functions that one call of the module calls; None: `watched` knows it.
 
     Attributes:
-        module: the module.
+        module, watch: likewise.
         points: the hook points, by channel.
         opened: the scopes that may begin to listen while the module runs.
         original: the forward that it wraps.
@@ -61,8 +62,10 @@ class Tap(InForwardsPlace):
         own: what stood in the module's dictionary before; None where the class's forward was used.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    _unpatch: Sequence[Callable[[], object]] = ()
+
+    def __init__(self, module: nn.Module, watch: type[CallWatch] | None = None) -> None:
+        self.module, self.watch = module, watch
         self.points: dict[str, tuple[HookPoint, ...]] = {}
         self.opened: tuple[Scope, ...] = ()
         self.shared: dict[str, SharedTensor] = {}
@@ -100,6 +103,9 @@ class Tap(InForwardsPlace):
         """Puts the tap before the module's forward, for the first who needs it."""
         self.own: Callable[..., Any] | None = self.module.__dict__.get("forward")
         self.original: Callable[..., Any] = self.module.forward
+        if self.watch is not None:
+            patched = [PatchedFunction.install(there, name) for there, name in self.watch.functions(self.module)]
+            self._unpatch = [each.uninstalled_with(self) for each in patched]
         # Past `nn.Module.__setattr__`, which looks for parameters in everything.
         self.module.__dict__["forward"] = self
 
@@ -114,6 +120,8 @@ class Tap(InForwardsPlace):
             del self.module.__dict__["forward"]
         else:
             self.module.__dict__["forward"] = self.own
+        for unpatch in self._unpatch:
+            unpatch()
 
     def active_points(self, channels: Sequence[str]) -> list[HookPoint]:
         """The hook points on these channels to which the present code listens."""
@@ -167,7 +175,9 @@ class Tap(InForwardsPlace):
 
     def watched(self, *args: object, **kwargs: object) -> Any:
         """The module's forward when somebody listens."""
-        raise NotImplementedError
+        assert self.watch is not None
+        watch = self.watch(RunCall(self, Call(self.module, args, kwargs)))
+        return watch.output_of(lambda: self.original(*args, **kwargs))
 
 
 def noop_hook(module: nn.Module, args: tuple[object, ...], *rest: object) -> None:
@@ -259,9 +269,23 @@ class CallWatch(Watch):
         super().__init__()
         self.shown = shown
 
+    @staticmethod
+    def functions(module: nn.Module) -> Iterable[tuple[MutableMapping[str, Any], str]]:
+        """Functions that a module looks up while it runs and that are to be patched: where, and under which name."""
+        return ()
+
     @property
     def in_user_function(self) -> bool:
         return self.shown.in_user_function
+
+    def output_of(self, run: Callable[[], Any]) -> Any:
+        """What the module returns, all of whose functions are seen.
+
+        Args:
+            run: its forward.
+        """
+        with self:
+            return run()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -342,22 +366,10 @@ class PatchedFunction:
         self.namespace[self.name] = self._own
 
 
-class calling_instead:
+def calling_instead(instead: Instead) -> setting[Instead | None]:
     """Calls something else in place of the patched functions, inside a ``with`` statement.
-
-    A generator would take longer, in each layer of every run.
 
     Args:
         instead: what is called.
     """
-
-    __slots__ = ("_instead", "_token")
-
-    def __init__(self, instead: Instead) -> None:
-        self._instead = instead
-
-    def __enter__(self) -> None:
-        self._token = _INSTEAD.set(self._instead)
-
-    def __exit__(self, *error: object) -> None:
-        _INSTEAD.reset(self._token)
+    return setting(_INSTEAD, instead)

@@ -63,8 +63,7 @@ class Access(OpenTrace, BodyActivations):
 
         Raises:
             UnknownHookError: no hook point has this name.
-            PointPassedError: the model has passed it.
-            PointNeverCameError: the model did not come to it.
+            OutOfStepError: the model has passed it, or did not come to it.
         """
         found: Tensor = self.reach(self.bridge.names.find(name)).value
         return found
@@ -99,8 +98,8 @@ class Access(OpenTrace, BodyActivations):
         Raises:
             UnknownHookError: no hook point has this name.
             ValueError: nothing is chosen, or the activation has no such axis.
-            PointPassedError: the model has passed it, or is there for another part of it, or for the whole.
-            PointNeverCameError: the model did not come to it.
+            OutOfStepError: the model has passed it, is there for another part of it or for the whole, or did not come
+                to it.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -256,7 +255,7 @@ class TracedModule:
         Raises:
             TypeError: it is no module that is called, or the trace is a generation.
             ValueError: a hook point in it is captured, or has a hook.
-            PointPassedError: at the end of the block, where the model had come to it before.
+            OutOfStepError: at the end of the block, where the model had come to it before.
         """
         self._access.leave_out(self.path, value)
 

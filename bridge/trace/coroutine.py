@@ -323,16 +323,8 @@ class Coroutine:
 _NOT_THE_USER = ("bridge.", "jaxtyping.", "beartype.")
 
 
-class PointPassedError(RuntimeError):
-    """A trace was asked for a point that the model has passed."""
-
-
-class PointNeverCameError(RuntimeError):
-    """A trace was asked for a point that the model did not come to."""
-
-
-class LateEditError(RuntimeError):
-    """A value of a trace was changed in place after the model had used it."""
+class OutOfStepError(RuntimeError):
+    """A trace was asked for what the model has passed, or did not come to, or a value was changed after it was used."""
 
 
 class Line(NamedTuple):
@@ -393,32 +385,18 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-class EditableCopy:
-    """A copy of a structure that a user may change.
+def leaves_now(value: Any) -> list[tuple[Any, int | None]]:
+    """What stands in a structure that a user may change, in order, and the versions of what are tensors."""
+    return [(leaf, version_of(leaf) if isinstance(leaf, Tensor) else 0) for leaf in leaves(value)]
 
-    Args:
-        original: the structure.
 
-    Attributes:
-        given: the copy.
-    """
-
-    def __init__(self, original: Any) -> None:
-        self.given = mapped(original, Tensor.clone)
-        self._seen = [(leaf, version_of(leaf) if isinstance(leaf, Tensor) else 0) for leaf in leaves(self.given)]
-
-    @property
-    def changed(self) -> bool:
-        """Whether anything in it was changed or exchanged, or takes part in a graph."""
-        now = list(leaves(self.given))
-        if len(now) != len(self._seen):
-            return True
-        for leaf, (before, version) in zip(now, self._seen, strict=True):
-            if leaf is not before:
-                return True
-            if isinstance(leaf, Tensor) and (leaf.requires_grad or changed_in_place(leaf, version)):
-                return True
-        return False
+def differ(value: Any, before: list[tuple[Any, int | None]]) -> bool:
+    """Whether anything in a structure was changed or exchanged since `leaves_now`, or takes part in a graph."""
+    now = list(leaves(value))
+    return len(now) != len(before) or any(
+        leaf is not old or (isinstance(leaf, Tensor) and (leaf.requires_grad or changed_in_place(leaf, version)))
+        for leaf, (old, version) in zip(now, before, strict=True)
+    )
 
 
 _ASSIGNED = Listener("fwd", lambda act, hook: None)
@@ -457,7 +435,7 @@ class LateEditGuard:
         """Looks whether any was changed since.
 
         Raises:
-            LateEditError: one was.
+            OutOfStepError: one was.
         """
         changed = [name for counter, version, name in self._counters if counter._version != version]
         for ref, name in self._as_they_were:
@@ -465,7 +443,7 @@ class LateEditGuard:
             if value is not None and self._copies is not None and not _is_same(value, self._copies[value]):
                 changed.append(name)
         for name in changed:
-            raise LateEditError(
+            raise OutOfStepError(
                 f"the value at {name} was changed in place after the model had gone on, which sees nothing of "
                 "that: change it before you ask for a later point, or change a copy (value.clone())"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import partialmethod
 from typing import Any, NoReturn, overload
 
 import torch
@@ -13,7 +14,7 @@ from bridge.hooks.context import CURRENT, HookFunction, RunsWithPass
 from bridge.hooks.hooks import HookPoint, replaces_activation, version_of
 from bridge.hooks.names import Names
 from bridge.interventions.operations import Index
-from bridge.trace.coroutine import Coroutine, LateEditGuard, PointPassedError, assigned, mapped
+from bridge.trace.coroutine import Coroutine, LateEditGuard, OutOfStepError, assigned, mapped
 
 
 class BodyActivations:
@@ -127,7 +128,7 @@ class BodyInStep(RunsWithPass, BodyActivations):
         """What becomes of an activation: None where the body does not replace it.
 
         Raises:
-            LateEditError: the body changed a value in place with which the model had gone on.
+            OutOfStepError: the body changed a value in place with which the model had gone on.
             RuntimeError: the point has come already.
         """
         if hook in self._passed:
@@ -172,7 +173,7 @@ class BodyInStep(RunsWithPass, BodyActivations):
             return hook
         if hook in self._passed:
             at = "" if self._here is None else f": the model is at {self._here.name}"
-            raise PointPassedError(f"{hook.name} has passed{at}. Ask for points in the model's order")
+            raise OutOfStepError(f"{hook.name} has passed{at}. Ask for points in the model's order")
         self._waiting = hook
         assert self._coroutine is not None
         self._coroutine.pause()
@@ -296,17 +297,10 @@ class EveryStep:
     def _written(self) -> EveryStep:
         return EveryStep(self._name, self._record, self._path, is_written=True)
 
-    def __iadd__(self, value: object) -> EveryStep:  # type: ignore[misc]
-        return self._augment(operator.add, value)
-
-    def __isub__(self, value: object) -> EveryStep:  # type: ignore[misc]
-        return self._augment(operator.sub, value)
-
-    def __imul__(self, value: object) -> EveryStep:  # type: ignore[misc]
-        return self._augment(operator.mul, value)
-
-    def __itruediv__(self, value: object) -> EveryStep:  # type: ignore[misc]
-        return self._augment(operator.truediv, value)
+    __iadd__ = partialmethod(_augment, operator.add)
+    __isub__ = partialmethod(_augment, operator.sub)
+    __imul__ = partialmethod(_augment, operator.mul)
+    __itruediv__ = partialmethod(_augment, operator.truediv)
 
     def __getattr__(self, method: str) -> Callable[..., EveryStep]:
         in_place = method.endswith("_") and not method.startswith("_") and hasattr(Tensor, method)

@@ -58,7 +58,7 @@ class GenerationTrace(InStep):
         begins = self.bridge.core.register_forward_pre_hook(self._pass_begins, prepend=True)
         self._until_the_end().callback(begins.remove)
         self._until_the_end().callback(self._edits.clear)
-        self._show(self.bridge.names, _CurrentStep(self))
+        self._show(self.bridge.names, GenerationStep(self))
 
     def _work(self) -> None:
         """The model's side."""
@@ -164,32 +164,25 @@ class GenerationTrace(InStep):
             self._edits[hook] = operations
         self._edits[hook].append(operation)
 
-    def reach_in(self, index: int, asked: Asked) -> Stop:
-        """Lets the model go on to something in a step.
+    def reach_in(self, index: int | None, asked: Asked) -> Stop:
+        """Lets the model go on to something in a step; None: the one that the loop is at.
 
         Raises:
-            RuntimeError: the step has ended.
+            RuntimeError: the step has ended, or the loop is at none.
         """
-        if self._state != "open" or index != self._current:
-            raise RuntimeError(
-                f"step {index} has ended: what is asked for in a step is asked for in its turn of the loop"
-            )
-        return self.stops.reach(asked)
-
-    def reach_now(self, asked: Asked) -> Stop:
-        """Lets the model go on to something in the step that the loop is at.
-
-        Raises:
-            RuntimeError: the loop is at none.
-        """
-        if not self._in_loop:
+        if index is None and not self._in_loop:
             hook = asked.hook if isinstance(asked, PointPart) else asked
             name = hook.name if isinstance(hook, HookPoint) else ".".join(hook)
             known = (
                 f'write to run["{name}"], which is done at every step, or ask' if isinstance(hook, HookPoint) else "ask"
             )
             raise RuntimeError(f"{name} is of one step, and the loop over run.steps is at none: {known} in the loop")
-        return self.reach_in(self._current, asked)
+        if self._state != "open" or index not in (None, self._current):
+            raise RuntimeError(
+                f"step {self._current if index is None else index} has ended: what is asked for in a step is asked for "
+                "in its turn of the loop"
+            )
+        return self.stops.reach(asked)
 
 
 class GenerationStep(Access):
@@ -197,25 +190,18 @@ class GenerationStep(Access):
 
     Args:
         run: the generation.
-        index: 0 for the prompt's step, then 1, 2, ...
-
-    Attributes:
-        index: likewise.
+        index: 0 for the prompt's step, then 1, 2, ...; None: the one that the loop is at, whichever that is, which is
+            what ``bridge.blocks[3].output`` asks.
     """
 
-    def __init__(self, run: GenerationTrace, index: int) -> None:
+    def __init__(self, run: GenerationTrace, index: int | None = None) -> None:
         super().__init__(run.bridge, run.stops)
-        self._run, self.index = run, index
+        self._run, self._index = run, index
+
+    @property
+    def index(self) -> int:
+        """Which step it is."""
+        return self._run._current if self._index is None else self._index
 
     def reach(self, asked: Asked) -> Stop:
-        return self._run.reach_in(self.index, asked)
-
-
-class _CurrentStep(GenerationStep):
-    """The step that the loop is at, whichever that is: what ``bridge.blocks[3].output`` asks."""
-
-    def __init__(self, run: GenerationTrace) -> None:
-        super().__init__(run, 0)
-
-    def reach(self, asked: Asked) -> Stop:
-        return self._run.reach_now(asked)
+        return self._run.reach_in(self._index, asked)

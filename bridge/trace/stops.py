@@ -18,14 +18,14 @@ from bridge.hooks.hooks import HookPoint, changed_in_place, replaces_activation,
 from bridge.interventions.touching import Touching
 from bridge.trace.coroutine import (
     Coroutine,
-    EditableCopy,
     LateEditGuard,
     Line,
-    PointNeverCameError,
-    PointPassedError,
+    OutOfStepError,
     assigned,
     calling_line,
+    differ,
     leaves,
+    leaves_now,
     mapped,
 )
 from bridge.wiring.wiring import TraceOpenings, Wiring
@@ -246,8 +246,7 @@ class Stops:
         """Lets the model go on to what is asked for.
 
         Raises:
-            PointPassedError: it has passed.
-            PointNeverCameError: the model ended without coming to it.
+            OutOfStepError: it has passed, or the model ended without coming to it.
         """
         assert self.coroutine is not None
         if self.here is not None and self.here.asked == asked:
@@ -257,12 +256,12 @@ class Stops:
         line = calling_line()
         at = self._at()
         if self.here is not None and _share_a_place(asked, self.here.asked):
-            raise PointPassedError(
+            raise OutOfStepError(
                 f"the model is at {self.here.place.name}, for\n    {self.here.line}\n"
                 f"and {place.name} is the same place, asked for in\n    {line}\nOne trace shows it under one of the two"
             )
         if self.here is not None and PointPart in map(type, (asked, self.here.asked)) and self.here.place == place:
-            raise PointPassedError(
+            raise OutOfStepError(
                 f"the model is at {self.here.place.name}, for\n    {self.here.line}\nand shows it once: ask there for "
                 "all heads, queries or keys that are needed, or for the whole"
             )
@@ -306,23 +305,23 @@ class Stops:
         """Whether what did not come may have passed: in the block where the model was."""
         return at is not None and at[0].group == place.group and place.order < at[0].order
 
-    def _passed(self, place: PlaceInOrder, line: Line, at: tuple[PlaceInOrder, Line] | None) -> PointPassedError:
+    def _passed(self, place: PlaceInOrder, line: Line, at: tuple[PlaceInOrder, Line] | None) -> OutOfStepError:
         where = "the model has run to its end"
         if at is not None:
             where = f"the model came to {self._numbered(at[0])} for\n    {at[1]}"
         known = place.name in self._wiring.points
         capture = f', or name it at the start: trace(..., capture=["{place.name}"])' if known else ""
-        return PointPassedError(
+        return OutOfStepError(
             f"{self._numbered(place)} has passed: {where}\nand it is asked for only now, in\n    {line}\n"
             f"Ask in the model's order{capture}"
         )
 
-    def _never(self, place: PlaceInOrder, line: Line, at: tuple[PlaceInOrder, Line] | None) -> PointNeverCameError:
+    def _never(self, place: PlaceInOrder, line: Line, at: tuple[PlaceInOrder, Line] | None) -> OutOfStepError:
         after = (
             " in this run\n" if at is None else f" after {self._numbered(at[0])}, which was asked for in\n    {at[1]}\n"
         )
         near = at is not None and at[0].group == place.group
-        return PointNeverCameError(
+        return OutOfStepError(
             f"{self._numbered(place)} never came{after}It was asked for in\n    {line}\n"
             + ("The model may compute it before the other. " if near else "")
             + "A block may have been skipped, or this input takes another way through the model"
@@ -446,15 +445,16 @@ class Stops:
 
     def _show(self, value: Any) -> Any:
         """Shows what a module is given or returns; what it is to be instead, or None."""
-        copy = EditableCopy(value)
-        stop = self._stop_at(copy.given)
-        shown = [leaf for leaf in leaves(copy.given) if isinstance(leaf, Tensor)]
+        given = mapped(value, Tensor.clone)
+        before = leaves_now(given)
+        stop = self._stop_at(given)
+        shown = [leaf for leaf in leaves(given) if isinstance(leaf, Tensor)]
         for leaf in leaves(stop.value):
             if any(leaf is other for other in shown):
                 self.late_edits.add(leaf, stop.place.name)
         if stop.replaced:
             return mapped(stop.value, Tensor.clone)
-        return mapped(copy.given, Tensor.clone) if copy.changed else None
+        return mapped(given, Tensor.clone) if differ(given, before) else None
 
     def end_step(self) -> None:
         """Called where one forward pass of several ends: what is still waited for never came."""

@@ -43,7 +43,7 @@ from bridge.run.inputs import Inputs, Request, RunnableBridge, check_arguments
 from bridge.run.layer_range import GivenOutput, bypassing
 from bridge.run.run import PreparedPass, checked_layers, points_that_run, refuse_unreached_points
 from bridge.trace.access import Access
-from bridge.trace.coroutine import Coroutine, LateEditError, PointNeverCameError, PointPassedError
+from bridge.trace.coroutine import Coroutine, OutOfStepError
 from bridge.trace.edit import BodyActivations
 from bridge.trace.stops import ModelOrder, Stop, Stops
 
@@ -148,7 +148,7 @@ def explain(error: BaseException, traceback: TracebackType | None) -> None:
             "Values of a trace are real, and stay: there is nothing to save. bridge.save(x) is there for code that "
             "has it, and returns x."
         )
-    if isinstance(error, PointPassedError | PointNeverCameError | LateEditError) and traceback is not None:
+    if isinstance(error, OutOfStepError) and traceback is not None:
         traceback.tb_next = None
 
 
@@ -353,7 +353,7 @@ class Trace(InStep, Access):
         super()._run_to_the_end()
         for path, given in self._left_out.items() if self._state == "ran" else ():
             if not given.used:
-                raise PointPassedError(
+                raise OutOfStepError(
                     f"{path} was to be skipped, and the model did not come to it after that: say it before"
                 )
 

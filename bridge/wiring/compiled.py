@@ -22,7 +22,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 
 from adapters.imports import is_compiling
 from adapters.views import Kwargs
-from bridge.hooks.context import CURRENT, ForwardPass, RunContext, in_context, recomputation_frame
+from bridge.hooks.context import CURRENT, ForwardPass, RunContext, recomputation_frame, setting
 from bridge.hooks.hooks import AttachesListeners
 from bridge.hooks.modules import Finder, NotCopied, itself
 from bridge.taps.taps import LOCK, noop_hook
@@ -330,7 +330,7 @@ class _BlockWithHooks:
         run = ForwardPass()
         run.sources.update(self._sources)
         try:
-            with in_context(RunContext(self._shared, run=run)), ExitStack() as attached:
+            with setting(CURRENT, RunContext(self._shared, run=run)), ExitStack() as attached:
                 for scope in self._shared - {None}:  # it may be gone
                     assert scope is not None
                     self._attaches.attach_scope(scope)

@@ -38,9 +38,9 @@ from bridge.hooks.hooks import AttachesListeners, HookPoint, LeaderEdit
 from bridge.hooks.modules import Finder, TokenEmbedding, check_places
 from bridge.sharing import Sharing
 from bridge.taps.attention import AttentionTap
-from bridge.taps.experts import BatchedExpertsTap, ExpertsTap, RouterTap
-from bridge.taps.recurrence import RecurrenceTap
-from bridge.taps.taps import LOCK, Tap, noop_hook
+from bridge.taps.experts import BatchedExpertsWatch, ExpertsWatch, RouterWatch
+from bridge.taps.recurrence import MixerWatch
+from bridge.taps.taps import LOCK, CallWatch, Tap, noop_hook
 from bridge.wiring.compiled import CheckpointedBlocks, ForcedEager, PassBoundary, refuse_inside_compiled
 from bridge.wiring.reading_plan import Keep, ReadingPlan
 from bridge.wiring.site import (
@@ -434,21 +434,23 @@ class Wiring(AttachesListeners):
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-#: The tap for each kind of site that is not simply a module's input or output.
-TAPS: dict[str, type[Tap]] = {
+#: The tap for each kind of site that is not simply a module's input or output, or what such a tap sees a call with.
+TAPS: dict[str, type[Tap] | type[CallWatch]] = {
     "attention": AttentionTap,
     "softmax": AttentionTap,
-    "experts": ExpertsTap,
-    "batched experts": BatchedExpertsTap,
-    "router": RouterTap,
-    "recurrence": RecurrenceTap,
+    "experts": ExpertsWatch,
+    "batched experts": BatchedExpertsWatch,
+    "router": RouterWatch,
+    "recurrence": MixerWatch,
 }
 
 
 def tap_on(kind: str, module: nn.Module) -> Tap:
     """The tap of this kind on a module: the one that another bridge around the model has put there, or a new one."""
-    there = module.__dict__.get("forward")
-    return there if type(there) is TAPS[kind] else TAPS[kind](module)
+    there, kept = module.__dict__.get("forward"), TAPS[kind]
+    if isinstance(there, Tap) and kept in (type(there), there.watch):
+        return there
+    return kept(module) if issubclass(kept, Tap) else Tap(module, kept)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

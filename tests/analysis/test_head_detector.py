@@ -10,7 +10,6 @@ from bridge.analysis.head_detector import (
     HEAD_NAMES,
     INVALID_HEAD_NAME_ERR,
     SEQ_LEN_ERR,
-    HeadDetectionError,
     compute_head_attention_similarity_score,
     detect_head,
     get_duplicate_token_head_detection_pattern,
@@ -19,6 +18,7 @@ from bridge.analysis.head_detector import (
 )
 from bridge.cache import ActivationCache
 from bridge.embedded import prompts
+from bridge.hooks.arguments import CannotBeDoneError
 
 TEXT = "When Mary and John went to the store, John gave a drink to Mary"
 
@@ -123,7 +123,7 @@ def test_caches_are_used_and_left_as_they_are(embedded):
         assert torch.equal(detect_head(embedded, TEXT, "induction_head", cache=alone, exclude_bos=True), every)
         assert all(torch.equal(cache[name], value) for name, value in before.items())
     _, other = embedded.run_with_cache("Mary and John")
-    with pytest.raises(HeadDetectionError, match="the cache is of another input"):
+    with pytest.raises(CannotBeDoneError, match="the cache is of another input"):
         detect_head(embedded, TEXT, "induction_head", cache=other)
 
 
@@ -134,7 +134,7 @@ def test_several_texts_are_averaged_with_all_arguments(embedded):
         detect_head(embedded, texts, "previous_token_head", **options), torch.stack(each).mean(0)
     )
     _, cache = embedded.run_with_cache(TEXT)
-    with pytest.raises(HeadDetectionError, match="a cache is of one text"):
+    with pytest.raises(CannotBeDoneError, match="a cache is of one text"):
         detect_head(embedded, texts, "previous_token_head", cache=cache)
 
 
@@ -149,7 +149,7 @@ def test_tokens_are_taken_as_they_are(embedded):
         detect_head(embedded, rows, "previous_token_head", **options),
         detect_head(embedded, texts, "previous_token_head", **options),
     )
-    with pytest.raises(HeadDetectionError, match="two tokens or more"):
+    with pytest.raises(CannotBeDoneError, match="two tokens or more"):
         detect_head(embedded, rows[0, :1], "previous_token_head")
 
 
@@ -179,22 +179,22 @@ def test_errors(embedded):
             with pytest.raises(kind) as error:
                 detect_head(embedded, TEXT, wrong)
             assert str(error.value) == DET_PAT_NOT_SQUARE_ERR % (n, wrong.shape)
-    with pytest.raises(HeadDetectionError, match="error_measure is 'sum'"):
+    with pytest.raises(CannotBeDoneError, match="error_measure is 'sum'"):
         detect_head(embedded, TEXT, "induction_head", error_measure="sum")
-    with pytest.raises(HeadDetectionError, match="no head 4 in layer 0"):
+    with pytest.raises(CannotBeDoneError, match="no head 4 in layer 0"):
         detect_head(embedded, TEXT, "induction_head", heads=[(0, 4)])
-    with pytest.raises(HeadDetectionError, match="no heads were given"):
+    with pytest.raises(CannotBeDoneError, match="no heads were given"):
         detect_head(embedded, TEXT, "induction_head", heads=[])
-    with pytest.raises(HeadDetectionError, match="there are no texts"):
+    with pytest.raises(CannotBeDoneError, match="there are no texts"):
         detect_head(embedded, [], "induction_head")
     same = {"exclude_bos": False, "exclude_current_token": False}
-    with pytest.raises(HeadDetectionError, match="must be square"):
+    with pytest.raises(CannotBeDoneError, match="must be square"):
         compute_head_attention_similarity_score(torch.ones(2, 3), torch.ones(2, 3), **same, error_measure="mul")
-    with pytest.raises(HeadDetectionError, match=r"is \[3, 3\], the detection pattern \[2, 2\]"):
+    with pytest.raises(CannotBeDoneError, match=r"is \[3, 3\], the detection pattern \[2, 2\]"):
         compute_head_attention_similarity_score(torch.ones(3, 3), torch.ones(2, 2), **same, error_measure="mul")
-    with pytest.raises(HeadDetectionError, match="attends to later tokens"):
+    with pytest.raises(CannotBeDoneError, match="attends to later tokens"):
         compute_head_attention_similarity_score(torch.ones(3, 3), torch.eye(3), **same, error_measure="abs")
-    with pytest.raises(HeadDetectionError, match="error_measure is 'sum'"):
+    with pytest.raises(CannotBeDoneError, match="error_measure is 'sum'"):
         compute_head_attention_similarity_score(torch.ones(3, 3), torch.eye(3), **same, error_measure="sum")
 
 

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from adapters.imports import VersionError
 from bridge import TransformerBridge
-from bridge.engine.insides import EngineVersionError, check_options, check_vllm, sampling, vllm_version
+from bridge.engine.insides import check_options, check_vllm, sampling, vllm_version
 from bridge.engine.proof import engine_point, rows_like
 from bridge.engine.serving import SavedEdits
 from bridge.engine.tables import LOWERED, EngineEdit, EnginePlace, SiteRows, lower, packed, row_of, unpacked
@@ -221,7 +222,7 @@ def test_which_points_an_engine_may_have(bridge: TransformerBridge) -> None:
 def test_another_version_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.19.1")
     assert vllm_version() == "0.19.1"
-    with pytest.raises(EngineVersionError, match=r"works with vLLM 0\.31 and 0\.32, and 0\.19\.1 is installed"):
+    with pytest.raises(VersionError, match=r"works with vLLM 0\.31 and 0\.32, and 0\.19\.1 is installed"):
         check_vllm()
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bridge.harvest import Activations, harvest
-from tests.every_type.plain import Place, seen
+from tests.every_type.plain import seen
 from tests.every_type.subject import Absent, Subject
 
 _GREEDY = {"max_new_tokens": 3, "do_sample": False}
@@ -50,7 +50,7 @@ def generation_keeps_what_a_run_shows(subject: Subject) -> None:
                 return subject.run(prompt, decoder_input_ids=written[:, :-1])
             return subject.run(written[:, :-1])
 
-        places = {str(i): Place(path, "input") for i, path in enumerate(subject.paths)}
+        places = {str(i): subject.border(path) for i, path in enumerate(subject.paths)}
         _, streams = seen(subject.hf, places, again)
     for layer, stream in streams.items():
         name = f"{subject.main}.{layer}.hook_resid_pre"

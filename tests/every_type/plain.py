@@ -23,10 +23,12 @@ class Place:
     Attributes:
         path: the module; ``layers.0@2`` is its third call.
         side: what it is given, or what it returns.
+        streams_first: its first axis counts streams, which are shown behind the positions.
     """
 
     path: str
     side: Literal["input", "output"]
+    streams_first: bool = False
 
 
 def _is_activation(x: object) -> bool:
@@ -51,6 +53,14 @@ def _edited(values: Any, edit: Edit) -> Any:
     return None
 
 
+def _of_streams(edit: Edit) -> Edit:
+    def turned(x: Tensor) -> Tensor | None:
+        new = edit(x.movedim(0, 2))
+        return None if new is None else new.movedim(2, 0)
+
+    return turned
+
+
 @contextmanager
 def editing(model: nn.Module, place: Place, edit: Edit) -> Iterator[None]:
     """Shows the activation at a place to a function while the block runs; what it returns takes its place.
@@ -62,6 +72,7 @@ def editing(model: nn.Module, place: Place, edit: Edit) -> Iterator[None]:
     """
     path, _, call = place.path.partition("@")
     module, calls = model.get_submodule(path), [0]
+    edit = _of_streams(edit) if place.streams_first else edit
 
     def now() -> bool:
         calls[0] += 1

@@ -135,9 +135,10 @@ def weights_explain_attention(subject: Subject) -> None:
             weight = weight.permute(1, 0, 2)
             _is_read(subject, plain, weight, _weight(held, f"b_{name}"), "bpd,dhe->bphe", out, point)
         if subject.named(f"{prefix}.hook_z") and subject.named(f"{prefix}.hook_out"):
-            z, out = _kept(subject, f"{prefix}.hook_z", f"{prefix}.hook_out")
+            written = subject.written(prefix)
+            z, out = _kept(subject, f"{prefix}.hook_z", written)
             made = _product(z, held.W_O, _weight(held, "b_O"), "bphe,hed->bpd")
-            subject.same(made, out.double(), f"{prefix}.hook_out")
+            subject.same(made, out.double(), written)
 
 
 @torch.no_grad()
@@ -149,11 +150,12 @@ def weights_explain_mlps(subject: Subject) -> None:
             continue
         held, plain = _part(subject, block, "mlp"), outputs_inside(subject.hf, path, subject.run)
         if subject.named(f"{prefix}.hook_out"):
-            post, out = _kept(subject, f"{prefix}.hook_post", f"{prefix}.hook_out")
+            written = subject.written(prefix)
+            post, out = _kept(subject, f"{prefix}.hook_post", written)
             made = _product(post, held.W_out, _weight(held, "b_out"), "bpm,md->bpd")
-            subject.same(made, out.double(), f"{prefix}.hook_out")
+            subject.same(made, out.double(), written)
         points = {"in": "hook_pre_linear", "gate": "hook_pre"}
-        for name, point in (points if subject.named(f"{prefix}.hook_pre_linear") else {"in": "hook_pre"}).items():
+        for name, point in (points if _weight(held, "W_gate") is not None else {"in": "hook_pre"}).items():
             if subject.named(f"{prefix}.{point}"):
                 out, weight = _kept(subject, f"{prefix}.{point}")[0], _weight(held, f"W_{name}")
                 if weight is None:

@@ -309,17 +309,17 @@ def _generated(rows: Rows, given: dict[str, Tensor], caches: dict[str, Any], lik
 @contextmanager
 def _shown(subject: Subject, found: list[Tensor]) -> Iterator[None]:
     """What enters the last block of the plain model, in each of its passes."""
-    with editing(subject.hf, Place(subject.paths[-1], "input"), lambda x: found.append(x.detach().clone())):
+    with editing(subject.hf, subject.border(subject.paths[-1]), lambda x: found.append(x.detach().clone())):
         yield
 
 
 @contextmanager
-def _added(hf: Any, path: str, vector: Tensor, places: Sequence[int], n: int, beams: int) -> Iterator[None]:
+def _added(hf: Any, where: Place, vector: Tensor, places: Sequence[int], n: int, beams: int) -> Iterator[None]:
     """The plain model, to whose rows something is added: to each at a place of its prompt.
 
     Args:
         hf: the model.
-        path: of the block that is given it.
+        where: where the stream enters the block that is given it.
         vector: what is added, as an activation has it at one place.
         places: one for each row.
         n: how long the prompt is.
@@ -340,7 +340,7 @@ def _added(hf: Any, path: str, vector: Tensor, places: Sequence[int], n: int, be
             new[i * copies : (i + 1) * copies, place] += vector.flatten()
         return arranged(new, x) if x.ndim == 3 else new.reshape(x.shape)
 
-    with editing(hf, Place(path, "input"), edit):
+    with editing(hf, where, edit):
         yield
 
 
@@ -375,7 +375,7 @@ def _edits_agree(
     def theirs(given: dict[str, Tensor], at: list[slice]) -> Tensor:
         n = 1 if written else given[rows.main].shape[1]
         places = [0 if written else range(n)[where][place] for where in at]
-        with _added(subject.hf, path, vector, places, n, way.get("num_beams", 1)):
+        with _added(subject.hf, subject.border(path), vector, places, n, way.get("num_beams", 1)):
             return rows.theirs(given, **way)
 
     with torch.no_grad():

@@ -204,7 +204,7 @@ def edits_mean_what_they_say(subject: Subject) -> None:
     for block, path in subject.layers:
         places = {}
         if "no modules of their own" not in subject.bridge.no_layer_runs and subject.named(f"{block}.hook_resid_pre"):
-            places[f"{block}.hook_resid_pre"] = Place(path, "input")
+            places[f"{block}.hook_resid_pre"] = subject.border(path)
         inside = ("hook_attn_out", "hook_mlp_out", "hook_mixer_out", "hook_cross_attn_out")
         for name, place in (places | places_of(subject, block, path, inside)).items():
             with torch.no_grad():

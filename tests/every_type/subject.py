@@ -20,7 +20,9 @@ import adapters
 from adapters import Architecture
 from adapters.inputs import arguments_of, sample_inputs, split
 from adapters.points import base_path, join
+from adapters.proofs.evidence import LayerStep
 from adapters.registry import declaration_for
+from adapters.views import SeveralStreams
 from bridge import TransformerBridge
 from tests.adapters.mutations import declared_as
 from tests.every_type.plain import Edit, Place, editing, seen
@@ -218,7 +220,7 @@ class Subject:
         places = {}
         for name, paths in self.stacks.items():
             for i, path in enumerate(paths):
-                places |= {f"{name}.{i}": Place(path, "input"), f"{name}.{i}.out": Place(path, "output")}
+                places |= {f"{name}.{i}": self.border(path), f"{name}.{i}.out": self.border(path, "output")}
         with torch.no_grad():
             if "no modules of their own" not in self.bridge.no_layer_runs:
                 return seen(self.hf, places, self.run)
@@ -255,7 +257,7 @@ class Subject:
         """The plain model with another stream into a block; behind the last one: out of it."""
         self.needs_blocks()
         paths = self.stacks[self.main if stack is None else stack]
-        place = Place(paths[layer], "input") if layer < len(paths) else Place(paths[-1], "output")
+        place = self.border(paths[layer]) if layer < len(paths) else self.border(paths[-1], "output")
 
         def fitting(x: Tensor) -> Tensor | None:
             new = edit(x)
@@ -263,6 +265,19 @@ class Subject:
 
         with editing(self.hf, place, fitting):
             yield
+
+    def border(self, block: str, side: Literal["input", "output"] = "input") -> Place:
+        """Where the stream enters a block of the plain model, or leaves it."""
+        view = self.bridge.architecture.stack.stream_view
+        return Place(block, side, isinstance(view, SeveralStreams) and view.first)
+
+    def written(self, part: str) -> str:
+        """The hook point of what a part's last weight puts out, with what is declared behind it, before a norm."""
+        name, index, _ = part.split(".", 2)
+        stack = next(stack for stack in self.bridge.architecture.stacks if stack.name == name)
+        steps = [LayerStep(f"{name}.{index}.", "", int(index), stack, x) for x in stack.block_at(int(index)).named]
+        step = next(step for step in steps if step.part == f"{part}.")
+        return f"{part}.hook_out" if step.named.step.post else step.result
 
     @cached_property
     def cache(self) -> Any:

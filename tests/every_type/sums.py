@@ -74,7 +74,7 @@ def heads_sum_to_what_attention_writes(subject: Subject) -> None:
 
 
 def _heads_of(subject: Subject, prefix: str, path: str, part: str) -> None:
-    names = [f"{prefix}.hook_result", f"{prefix}.hook_z", f"{prefix}.hook_out"]
+    names = [f"{prefix}.hook_result", f"{prefix}.hook_z", subject.written(prefix)]
     with torch.no_grad():
         _, cache = subject.ours(subject.bridge.run_with_cache, names_filter=names)
     result, z, written = (cache[name] for name in names)

@@ -84,3 +84,18 @@ def test_rows_that_the_model_itself_mixes_up_are_refused():
     assert "blocks.1.hook_resid_post" in cache
     for name in cache:
         torch.testing.assert_close(cache[name], right[name], atol=1e-4, rtol=1e-3, msg=name)
+
+
+def test_scores_of_keys_that_stand_for_several_tokens_are_left_out_and_refused_when_named():
+    """DeepSeek V4 compresses keys: a step has one more, or not, and no step has as many as there are positions."""
+    bridge = TransformerBridge(tiny_model("deepseek_v4"))
+    name = "blocks.1.attn.hook_attn_scores"
+    out, cache = bridge.generate(prompt(), return_cache=True, **OPTIONS)
+    assert name in bridge.hook_dict and name not in cache
+    with torch.no_grad():
+        _, right = bridge.run_with_cache(out[:, :-1])
+    assert "blocks.1.hook_resid_pre" in cache
+    for other in cache:
+        torch.testing.assert_close(cache[other], right[other], atol=1e-4, rtol=1e-3, msg=other)
+    with pytest.raises(RuntimeError, match=r"hook_attn_scores has another size in each step.*run_with_cache"):
+        bridge.generate(prompt(), return_cache=True, names_filter=[name], **OPTIONS)

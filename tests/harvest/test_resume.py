@@ -17,7 +17,7 @@ import torch
 from bridge import TransformerBridge
 from bridge.harvest import Activations, HarvestError, MixError, WriteError, check, harvest
 from bridge.harvest import shards as storage
-from bridge.harvest.engines import BackgroundWriter
+from bridge.harvest.engines import do_in_background
 from tests.conftest import tiny
 from tests.harvest.common import RESID, TEXTS, Z, read, shards
 
@@ -209,13 +209,9 @@ def test_nothing_is_written_after_an_error():
     def refuse():
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    background, done = BackgroundWriter(), []
-    background.do(lambda: done.append(1))
-    background.do(refuse)
-    background.do(lambda: done.append(2))
+    done = []
     with pytest.raises(OSError, match="No space left"):
-        background.wait()
-    background.close()
+        do_in_background([lambda: done.append(1), refuse, lambda: done.append(2)])
     assert done == [1]
 
 

@@ -113,11 +113,11 @@ def test_a_tokenizer_is_never_changed(embedded):
 def test_checkpoints():
     assert len(checkpoint_steps("EleutherAI/pythia-160m-deduped")) == 154
     assert len(checkpoint_steps("stanford-crfm/alias-gpt2-small-x21")) == 609
-    assert checkpoint_revision("EleutherAI/pythia-70m", None, None) is None
-    by_index = checkpoint_revision("EleutherAI/pythia-70m", -1, None)
-    assert (by_index.revision, by_index.index, by_index.value) == ("step143000", 153, 143000)
-    assert checkpoint_revision("EleutherAI/pythia-70m", None, 512).revision == "step512"
-    assert checkpoint_revision("stanford-crfm/battlestar-gpt2-small-x49", 0, None).revision == "checkpoint-0"
+    assert checkpoint_revision("EleutherAI/pythia-70m", None, None) == (None, {})
+    revision, facts = checkpoint_revision("EleutherAI/pythia-70m", -1, None)
+    assert (revision, facts["checkpoint_index"], facts["checkpoint_value"]) == ("step143000", 153, 143000)
+    assert checkpoint_revision("EleutherAI/pythia-70m", None, 512)[0] == "step512"
+    assert checkpoint_revision("stanford-crfm/battlestar-gpt2-small-x49", 0, None)[0] == "checkpoint-0"
     with pytest.raises(ValueError, match=r"no checkpoint at step 1500; the nearest are \[512, 1000, 2000\]"):
         checkpoint_revision("EleutherAI/pythia-70m", None, 1500)
     with pytest.raises(ValueError, match="has 154 checkpoints; checkpoint_index=154 is out of range"):
@@ -198,7 +198,7 @@ def test_a_gguf_file_brings_its_tokenizer(monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(boot.AutoTokenizer, "from_pretrained", lambda *args, **options: asked.append((args, options)))
     where = {"gguf_file": "small.gguf"}
-    boot.tokenizer_of(boot.ModelFiles(str(tmp_path), where, None), progress=True)
+    boot.tokenizer_of(boot.ModelFiles(str(tmp_path), where, {}), progress=True)
     assert asked == [((str(tmp_path),), where)]
-    here = boot.ModelFiles(str(tmp_path), {}, None)
+    here = boot.ModelFiles(str(tmp_path), {}, {})
     assert boot.tokenizer_of(here, progress=True) is None and len(asked) == 1

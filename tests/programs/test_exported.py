@@ -15,7 +15,7 @@ from adapters.observe.observe import Watch
 from bridge import TransformerBridge
 from bridge.export import formats
 from bridge.export.export import attention_as_called
-from bridge.export.formats import example_of, in_other_words
+from bridge.export.formats import example_of, for_executorch
 from tests.adapters.test_verify_all import tiny
 
 
@@ -73,7 +73,7 @@ def test_executorch_is_told_in_other_words_what_it_gets_wrong():
 
     class Told(Calls):
         def forward(self, x: Tensor) -> list[Tensor]:
-            with Watch.calling(in_other_words):
+            with Watch.calling(for_executorch):
                 return super().forward(x)
 
     x = torch.randn(2, 5, 13)

@@ -11,7 +11,8 @@ from torch import nn
 
 from adapters.registry import UnsupportedModelError
 from bridge import TransformerBridge
-from bridge.run.tokenization import TokenError, TokenizerFacts
+from bridge.hooks.arguments import CannotBeDoneError
+from bridge.run.tokenization import TokenizerFacts
 from tests.adapters.test_verify_all import tiny
 from tests.conftest import torch_hooks
 
@@ -205,5 +206,5 @@ def test_what_a_tokenizer_adds_is_found_by_several_texts():
     for changed in ((), ("a",), ("a", "A", "0"), ("0", ".")):
         facts = TokenizerFacts(Probed(changed))
         assert (facts.adds_bos, facts.ending) == (True, [2])
-    with pytest.raises(TokenError, match="what it adds cannot be told"):
+    with pytest.raises(CannotBeDoneError, match="what it adds cannot be told"):
         TokenizerFacts(Probed(("a", "A", "0", ".", " a", "the", "a b")))

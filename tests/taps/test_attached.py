@@ -14,8 +14,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from bridge import TransformerBridge
 from bridge.hooks.context import Scope
 from bridge.taps.attention import AttentionTap
-from bridge.taps.experts import RouterTap
-from bridge.taps.taps import PatchedFunction
+from bridge.taps.experts import RouterWatch
+from bridge.taps.taps import PatchedFunction, Tap
 from tests.adapters.by_hand.families import tiny
 from tests.adapters.test_reference import bridge_of
 from tests.tiny_models import tiny_model
@@ -99,7 +99,7 @@ def test_nothing_stands_in_for_functions_when_a_model_with_hooks_is_dropped(kind
 def test_taps_of_two_kinds_on_one_module_leave_in_any_order() -> None:
     model = tiny("mixtral-gqa")
     router = model.model.layers[0].mlp.gate
-    scope, first, second = Scope(), RouterTap(router), AttentionTap(router)
+    scope, first, second = Scope(), Tap(router, RouterWatch), AttentionTap(router)
     for leaves in ((first, second), (second, first)):
         for tap in (first, second):
             tap.open(scope)

@@ -18,7 +18,7 @@ from bridge.cache import ActivationCache
 from bridge.hooks.parts import rows_within
 from bridge.interventions import Add, Clamp, Mean, Replace, Scale, Set, Touching, Zero
 from bridge.taps.attention_call import AttentionCall
-from bridge.trace.coroutine import PointNeverCameError, PointPassedError
+from bridge.trace.coroutine import OutOfStepError
 from tests.conftest import tiny
 from tests.taps.test_kernels import TOKENS, by_hand, windowed
 from tests.tiny_models import checkpoint, tiny_model
@@ -311,9 +311,9 @@ def test_parts_that_a_trace_refuses(tokens):
             for name in names:
                 run.part(name, **chosen)
 
-    with pytest.raises(PointNeverCameError):  # who listens was settled when the attention began
+    with pytest.raises(OutOfStepError, match="never came"):  # who listens was settled when the attention began
         traced(SCORES, PATTERN, heads=1)
-    with pytest.raises(PointPassedError):
+    with pytest.raises(OutOfStepError, match=r"has passed|the model is at"):
         traced("blocks.2.attn.hook_z", PATTERN, heads=1)
     with pytest.raises(IndexError):
         traced(PATTERN, heads=4)
@@ -953,7 +953,7 @@ def test_a_trace_shows_a_point_once():
                 for some in asked:
                     _ = run[PATTERN] if some is None else run.part(PATTERN, **some)
 
-        with pytest.raises(PointPassedError, match="shows it once: ask there for all"):
+        with pytest.raises(OutOfStepError, match="shows it once: ask there for all"):
             both()
     with pytest.raises(TypeError, match="shown whole activations"):
         bridge.run_with_hooks(

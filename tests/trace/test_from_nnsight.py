@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bridge import TransformerBridge
-from bridge.trace.coroutine import PointPassedError
+from bridge.trace.coroutine import OutOfStepError
 
 PROMPT = "When Mary and John went to the store, John gave a drink to"
 
@@ -35,7 +35,7 @@ def test_a_skipped_module_returns_what_was_given(bridge):
 
 
 def test_what_cannot_be_skipped(bridge):
-    with pytest.raises(PointPassedError, match=r"layers\.1 was to be skipped"), bridge.trace(PROMPT) as run:
+    with pytest.raises(OutOfStepError, match=r"layers\.1 was to be skipped"), bridge.trace(PROMPT) as run:
         after = run.module("model.layers.2").output
         run.module("model.layers.1").skip(after)
     with pytest.raises(TypeError, match="is a ModuleList"), bridge.trace(PROMPT) as run:

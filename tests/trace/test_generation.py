@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bridge.trace.coroutine import PointPassedError
+from bridge.trace.coroutine import OutOfStepError
 from tests.conftest import torch_hooks
 
 GIVEN = {"max_new_tokens": 5, "do_sample": False}
@@ -97,7 +97,7 @@ def test_refusals(bridge, tokens):
         steps = iter(run.steps)
         first = next(steps)
         first["blocks.1.hook_resid_post"]
-        with pytest.raises(PointPassedError):
+        with pytest.raises(OutOfStepError, match=r"has passed|the model is at"):
             first["blocks.0.hook_resid_post"]
         next(steps)
         with pytest.raises(RuntimeError, match="step 0 has ended"):
@@ -136,10 +136,10 @@ def test_a_body_as_hooks(bridge, tokens):
         run["blocks.1.hook_mlp_out"]
         run["blocks.0.attn.hook_z"]
 
-    with pytest.raises(PointPassedError):
+    with pytest.raises(OutOfStepError, match=r"has passed|the model is at"):
         bridge.trace_edit(wrong)
     late = bridge.trace_edit(wrong, points=["blocks.1.hook_mlp_out", "blocks.0.attn.hook_z"])
-    with pytest.raises(PointPassedError):
+    with pytest.raises(OutOfStepError, match=r"has passed|the model is at"):
         bridge.run_with_hooks(tokens, fwd_hooks=late)
     with pytest.raises(ValueError, match="nothing"):
         bridge.trace_edit(lambda run: None)
