@@ -9,7 +9,8 @@ EAP-IG that it pins, and optimalablation (alestolfo's, where its README takes un
 
 Both sides have the same weights and prompts, one thread, and are processes that compute when they are asked, in turn.
 The ratio is the median of the rounds', of processor time; what is freed stays with
-each process. What both find is compared in float64, and in float32 by the
+each process (FREED=1: as in any process, it may go back to the system). Below EAP-IG over inputs stands how long the
+plain model takes for the runs that it cannot do without. What both find is compared in float64, and in float32 by the
 largest score, where the float64 of each also says which of the two is nearer to it. The only thing that is changed for
 float64 is that Hugging Face's RMS norms and rotary tables, and what their graph keeps scores in, which are float32 in
 any model, are float64, too.
@@ -344,7 +345,7 @@ def ours(size: str, type_: str, folder: str) -> Runs:
     for name, (level, method, called, ablation) in METHODS.items():
         found[name] = partial(our.scored, level, method, called, ablation)
         found[f"areas of {name}"] = partial(our.areas, method, ablation, f"{folder}/scores")
-    return found
+    return found | {"plain runs": our.plain}
 
 
 @dataclass
@@ -402,6 +403,16 @@ class Ours:
             return node_effects(*given, **more).values
         found = node_attribution(*given, called, STEPS, mlps="input", **more)
         return found.values if level == "node" else found.neurons  # type: ignore[return-value]
+
+    def plain(self) -> torch.Tensor:
+        """The plain model's runs that EAP-IG over inputs needs: two, and those with a gradient, as a batch."""
+        model, clean, corrupted = self.model.original_model, self.texts["clean"], self.texts["corrupted"]
+        with torch.no_grad():
+            model(corrupted), model(clean)
+            given = model.get_input_embeddings()(clean).repeat(STEPS, 1, 1)
+        logits = model(inputs_embeds=given.requires_grad_(), logits_to_keep=1).logits
+        chosen = logits[:, -1].gather(-1, self.answers.repeat(STEPS)[:, None])
+        return torch.autograd.grad(chosen.sum(), given)[0]
 
     def areas(self, method: str, ablation: str, file: str) -> torch.Tensor:
         """CPR and CMD, and the faithfulness of ten circuits."""
@@ -472,6 +483,7 @@ class Side:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
         # Else what is freed goes back or not, by what was allocated before: a third of the time by chance.
         kept = {"MALLOC_TRIM_THRESHOLD_": "1000000000", "MALLOC_MMAP_THRESHOLD_": "1000000000"}
+        kept = {} if os.environ.get("FREED") else kept
         self.process = subprocess.Popen(command, text=True, env=os.environ | kept, **pipes)
         assert self.process.stdout is not None
         said = self.process.stdout.readline()
@@ -559,6 +571,10 @@ def main(python: str, code: str, size: str, *methods: str) -> None:
                     one, two = (side.found(f"areas of {method}") for side in sides[type_])
                     cells.append(f"{float((one - two)[:2].abs().max()):.0e}")
             print(f"| {method} | {' | '.join(cells)} |{f' ({why})' if why else ''}", flush=True)
+            if method == "EAP-IG-inputs":  # what nobody can be faster than who runs the model as it is
+                pairs = [(there.took(method), here.took("plain runs")) for _ in range(3 if large else 7)]
+                one, other = (statistics.median(side) for side in zip(*pairs, strict=True))
+                print(f"| its runs of the plain model | {one:.3g} s | {other:.3g} s | {one / other:.1f} |", flush=True)
 
 
 def _compared(scores: torch.Tensor, why: str, heads: int) -> torch.Tensor:
