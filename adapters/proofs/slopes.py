@@ -89,7 +89,10 @@ class Slopes:
             self.findings.inconclusive(SLOPES, f"the model itself has no gradient: {why}")
             return
         with torch.no_grad():
-            alone = self._apart(self._alike([name for name in names if name in self._activations]))
+            looked = [name for name in names if name in self._activations]
+            for name in (no_number := [name for name in looked if not self._is_number(name)]):
+                self.findings.inconclusive(SLOPES, f"the gradient at {name} is no number")
+            alone = self._apart(self._alike([name for name in looked if name not in no_number]))
             for start in range(0, len(alone), _ROWS):
                 self._alone(alone[start : start + _ROWS])
 
@@ -100,8 +103,7 @@ class Slopes:
         most = max(1, min(_TOGETHER, len(moved) // _GROUPS))
         groups: list[list[str]] = []
         for name in moved:
-            # What is no number is no smaller: it is a group of its own.
-            if not groups or len(groups[-1]) >= most or not moves[name] <= _ALIKE * moves[groups[-1][0]]:
+            if not groups or len(groups[-1]) >= most or moves[name] > _ALIKE * moves[groups[-1][0]]:
                 groups.append([])
             groups[-1].append(name)
         return [*groups, *_shared_out([name for name in names if not moves[name]], 2)]
@@ -187,6 +189,11 @@ class Slopes:
 
     def _gradient(self, name: str) -> Tensor:
         return self._gradients.get(name, torch.zeros_like(self._activations[name]))
+
+    def _is_number(self, name: str) -> bool:
+        """Whether its gradient has numbers wherever it has."""
+        gradient = self._gradient(name)[0]
+        return bool(gradient[torch.isfinite(self._activations[name][0])].isfinite().all())
 
     def _moves(self, name: str) -> float:
         """What an edit of the size of the activation moves the sum by, as the gradient says."""

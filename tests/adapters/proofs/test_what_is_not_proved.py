@@ -71,6 +71,8 @@ class Block(nn.Module):
         if self.trick == "functional norms":
             x = x + self.attn(F.rms_norm(x, (32,)))
             return x + self.mlp(F.rms_norm(x, (32,)))
+        if self.trick == "no number":
+            x = x + (0 * x).abs().sqrt()  # zero, whose gradient is 0 times infinity
         x = x + self.attn(self.n1(x + 0.3 * first if self.trick == "reads the first stream" else x))
         return x + self.mlp(self.n2(x.detach() if self.trick == "detached" else x))
 
@@ -152,6 +154,12 @@ def test_a_point_whose_gradient_is_no_slope_is_withdrawn(caplog: pytest.LogCaptu
         assert name not in bridge.hook_dict and reasons[name].startswith(f"{NOT_PROVED}: {SLOPES}"), name
     assert {"blocks.1.hook_mlp_in", "blocks.2.ln2.hook_out", "blocks.2.hook_resid_post"} <= bridge.hook_dict.keys()
     assert NOT_PROVED not in wrapped().offered().summary and verify(bridge).passed
+
+
+def test_a_gradient_that_is_no_number_is_said() -> None:
+    (slopes,) = [check for check in verify(wrapped("no number")).checks if check.name == SLOPES]
+    assert "inconclusive: the gradient at blocks.0.hook_resid_pre is no number" in slopes.detail
+    assert "blocks.2.hook_resid_post" not in slopes.detail  # behind it
 
 
 def test_nothing_reaches_for_a_point_that_was_withdrawn() -> None:
