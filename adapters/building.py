@@ -515,7 +515,9 @@ class BlockBuilder:
 
     def _key_pos(self, part: Attention) -> str:
         """The axis of an attention's keys."""
-        if part.keys_from == "more" or (part.cross and not self.stack.one_of_two):
+        if part.keys_from == "more":
+            return "held_pos"  # a window, and keys that stand for several tokens: no positions
+        if part.cross and not self.stack.one_of_two:
             return "memory_pos"
         return "key_pos" if part.cross else self.stack.key_pos
 

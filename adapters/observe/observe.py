@@ -494,8 +494,8 @@ class CallRecorder:
         self.recording = Recording() if recording is None else recording
         self.running: list[ModuleCall] = []
         self._time = 0
-        #: Of each tensor that is still there, what it held and which change that was the last of.
-        self._held: MutableMapping[Tensor, tuple[int | None, Tensor]] = WeakTensorKeyDictionary()
+        #: Of each tensor that is still there, what it held.
+        self._held: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 
     def __enter__(self) -> Recording:
         with ExitStack() as attached:
@@ -553,12 +553,10 @@ class CallRecorder:
         return type(x)(map(self._kept, x)) if type(x) in (tuple, list) else x
 
     def copied(self, x: Tensor) -> Tensor:
-        """What a tensor holds now: one copy for all that read it, until it is changed in place."""
-        version = None if x.is_inference() else x._version
-        before, copy = self._held.get(x, (None, x))
-        if version is None or before != version:
-            copy = x.detach().clone()
-            self._held[x] = version, copy
+        """What a tensor holds now: one copy for all that read it, until it is changed."""
+        copy = self._held.get(x) if type(x) is Tensor and not x.is_meta else None
+        if copy is None or copy.shape != x.shape or not torch.equal(copy, x):  # a version says less: of `data`, nothing
+            copy = self._held[x] = x.detach().clone()
         return copy
 
     def _with_graph(self, call: ModuleCall) -> Any:

@@ -236,8 +236,11 @@ class View:
     #: True where an edit is copied into the site's tensor, so that everyone who holds that tensor sees it.
     writes_through: bool = False
 
-    def __init_subclass__(cls) -> None:
-        cls.identity = vars(cls).get("identity", cls.get is View.get and cls.put is View.put)
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        above = next(each for each in cls.__mro__[1:] if issubclass(each, View))
+        if "identity" not in vars(cls) and not (cls.get is above.get and cls.put is above.put):
+            cls.identity = False
 
     @property
     def can_wait(self) -> bool:

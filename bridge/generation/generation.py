@@ -169,8 +169,8 @@ class StepRecorder(ActivationRecorder):
         if {self.pos, self.key_pos} <= set(axes):
             key = axes.index(self.key_pos)
             parts = [with_unseen_keys(part, key, (0, total - part.shape[key]), hook) for part in parts]
-        if len({(*part.shape[:grows], *part.shape[grows + 1 :]) for part in parts}) > 1:
-            return "has another size in each step besides the positions"  # keys that stand for several tokens
+        if "held_pos" in axes and len(parts) > 1:
+            return "is of keys that stand for several tokens, which are others in each step"
         whole = torch.cat(parts, dim=grows)
         if whole.shape[grows] != total:
             return f"was computed at {whole.shape[grows]} of {total} tokens"

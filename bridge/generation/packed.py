@@ -134,7 +134,7 @@ def check_tells_apart(hook: HookPoint) -> None:
         ValueError: it is one.
     """
     axes = hook.point.axes.split()
-    if axes[0] != "batch" or not {"pos", "key_pos"} & set(axes):
+    if axes[0] != "batch" or not {"pos", "key_pos"} & set(axes) or "held_pos" in axes:
         raise ValueError(
             f"{hook.name} has the axes [{hook.point.axes}], at which the tokens of many requests cannot be told apart: "
             "use bridge.generate for it"

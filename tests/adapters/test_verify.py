@@ -1,6 +1,7 @@
 """`verify` holds for every family, and notices what is broken."""
 
 import dataclasses
+from typing import Generic, TypeVar
 
 import peft
 import pytest
@@ -122,6 +123,33 @@ def test_a_view_is_not_the_identity_where_it_shows_something_else():
     _, seen = bridge.run_with_cache(tokens)
     assert torch.equal(seen["blocks.0.hook_mlp_out"], 2 * plain["blocks.0.hook_mlp_out"])
     assert View().identity and WriteThrough().identity and not Doubled().identity
+
+
+def test_a_users_view_may_have_other_bases():
+    tagged = []
+
+    class Tagged:
+        def __init_subclass__(cls, tag="", **more):
+            super().__init_subclass__(**more)
+            tagged.append(tag)
+
+    class Doubles:
+        def get(self, x, call):
+            return 2 * x
+
+    T = TypeVar("T")
+
+    class Mine(View, Generic[T], Tagged, tag="mine"):
+        pass
+
+    class Mixed(Doubles, View):
+        pass
+
+    class Further(WriteThrough):
+        pass
+
+    assert tagged == ["mine"] and Mine[int].__args__ == (int,)
+    assert Mine().identity and Further().identity and not Mixed().identity
 
 
 def test_a_pattern_that_hides_what_sinks_take_is_noticed():
