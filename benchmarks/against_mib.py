@@ -41,6 +41,8 @@ from unittest.mock import MagicMock
 
 import torch
 
+#: What tells glibc from how many bytes on memory goes back to the system.
+_KEPT = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 #: Of random models: layers, width, heads, heads of keys, vocabulary, prompts.
 SIZES = {
     "small": (4, 128, 4, 4, 2000, 8), "gpt2": (12, 768, 12, 12, 5000, 4), "llama": (8, 512, 8, 2, 5000, 4),
@@ -482,8 +484,7 @@ class Side:
         errors = None if os.environ.get("LOUD") else subprocess.DEVNULL
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
         # Else what is freed goes back or not, by what was allocated before: a third of the time by chance.
-        kept = {"MALLOC_TRIM_THRESHOLD_": "1000000000", "MALLOC_MMAP_THRESHOLD_": "1000000000"}
-        kept = {} if os.environ.get("FREED") else kept
+        kept = {} if os.environ.get("FREED") else dict.fromkeys(_KEPT, "1000000000")
         self.process = subprocess.Popen(command, text=True, env=os.environ | kept, **pipes)
         assert self.process.stdout is not None
         said = self.process.stdout.readline()

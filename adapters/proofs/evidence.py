@@ -328,6 +328,11 @@ class LayerStep:
         return f"{self.prefix}hook_{self.named.name}_out"
 
     @property
+    def added(self) -> str:
+        """The hook point of what its last layer makes, with what is declared behind it, before a norm that follows."""
+        return f"{self.part}hook_out" if self.named.step.post else self.result
+
+    @property
     def module(self) -> str:
         """The path of its part."""
         return join(self.path, self.step.part.path)
@@ -466,6 +471,12 @@ def blocks_of(bridge: Bridge, stack: Stack) -> list[int]:
     return [int(found[1]) for found in names if found]
 
 
+def light_points(bridge: Bridge) -> list[str]:
+    """The hook points that may be kept all at once: no stream for each head, no state at each position."""
+    points = {name: hook.point for name, hook in bridge.hook_dict.items()}
+    return [name for name, each in points.items() if each.group != "heavy" and each.site.key != "state"]
+
+
 def some_tokens(
     bridge: Bridge, batch: int, pos: int, seed: int = 0, given: Given | None = None
 ) -> tuple[Tensor, Arguments]:
@@ -602,9 +613,6 @@ def randomized_run(bridge: Bridge, tokens: Tensor, more: Given) -> Evidence:
     clips = [part.clip or 0.0 for _, part in evidence.attentions()]
     for end in (".hook_q", ".hook_k", ".hook_v"):  # beyond every clamp, in the rows of large values
         sizes[end] = max([sizes[end], *(clip / 4 for clip in clips)])
-    # A state at each position may take more than the model, and no claim is of one.
-    points = {name: hook.point for name, hook in bridge.hook_dict.items()}
-    names = [name for name, each in points.items() if each.group != "heavy" and each.site.key != "state"]
 
     def look(x: Tensor, hook: Hook) -> Tensor | None:
         size = next((size for end, size in sizes.items() if hook.name.endswith(end)), None)
@@ -619,7 +627,7 @@ def randomized_run(bridge: Bridge, tokens: Tensor, more: Given) -> Evidence:
         evidence.activations[hook.name] = new.to(x)
         return new.to(x)
 
-    hooks: list[NamedHook] = [(names, look)]
+    hooks: list[NamedHook] = [(light_points(bridge), look)]  # no claim is of a state
     recorder = CallRecorder(bridge.original_model.named_modules(), layout=bridge.layout)
     with torch.no_grad(), recorder as recording:
         output = bridge.run_with_hooks(tokens, fwd_hooks=hooks, **more)

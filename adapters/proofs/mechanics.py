@@ -27,6 +27,7 @@ from adapters.proofs.evidence import (
     NamedHook,
     few_logits,
     few_tokens,
+    light_points,
     places_of,
     step_of_tokens,
 )
@@ -321,7 +322,7 @@ class Mechanics:
         names = [f"{part}{name}" for part in sites for name in ("hook_z", "hook_result")]
         watched = {module_path(path): module_at(self.model, path) for path in sites.values()}
         with CallRecorder(watched.items(), layout=self.bridge.layout) as recording:
-            cache = self.cache([*names, *map(_added, places)]) if places else {}
+            cache = self.cache([*names, *(place.added for place in places)]) if places else {}
 
         def pairs() -> Iterable[tuple[str, Tensor, Tensor]]:
             for place in places:
@@ -332,7 +333,7 @@ class Mechanics:
                 made = made.transpose(0, 1) if place.stack.positions_first else made
                 yield f"{at}hook_z", head_results(projection, z).sum(-2) + bias, made
                 bias = bias if step.post else step.added(bias, module_at(self.model, place.path))
-                yield f"{at}hook_result", cache[f"{at}hook_result"].sum(-2) + bias, cache[_added(place)]
+                yield f"{at}hook_result", cache[f"{at}hook_result"].sum(-2) + bias, cache[place.added]
 
         self.add_worst("z through W_O gives attn_out", pairs())
 
@@ -404,15 +405,13 @@ class Mechanics:
 
     def attributions_are_the_logits(self) -> None:
         """What all terms of the stream add to the difference of two logits is that difference."""
-        weights, points = Weights(self.bridge.architecture, self.model, self.cfg).getters, self.bridge.hook_dict
+        weights = Weights(self.bridge.architecture, self.model, self.cfg).getters
         if "unembed.W_U" not in weights or self.tokens.is_floating_point() or self.plain.ndim != 3:
             self.add(ATTRIBUTED, True, "does not apply")
             return
-        # A state at each position may take more than the model.
-        light = [name for name, x in points.items() if x.point.group != "heavy" and x.point.site.key != "state"]
         one, other = 1, 2
         try:
-            cache: Any = self.bridge.run_with_cache(self.tokens, names_filter=light, **self.more)[1]
+            cache: Any = self.bridge.run_with_cache(self.tokens, names_filter=light_points(self.bridge), **self.more)[1]
             parts: Tensor = cache.logit_attrs(cache.decompose_resid(), one, other, norm_weights=True).double()
         except WRONG as error:  # which whoever asks for it is told
             self.add(ATTRIBUTED, True, f"does not apply: {one_line(error)}")
@@ -448,11 +447,6 @@ class Mechanics:
         left = self.count_hooks() - self.hooks_before
         patched = [n for n, m in self.model.named_modules() if "forward" in m.__dict__ and _is_ours(m.forward)]
         self.add("no torch hook is left behind", not left and not patched, f"{left} hooks, {len(patched)} patches")
-
-
-def _added(place: LayerStep) -> str:
-    """The hook point of what an attention writes, before a norm that follows it."""
-    return f"{place.part}hook_out" if place.named.step.post else place.result
 
 
 def _said_otherwise(axes: Sequence[str], sizes: Sequence[int | None], seen: Sequence[int]) -> str:

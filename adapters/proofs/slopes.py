@@ -90,9 +90,11 @@ class Slopes:
             return
         with torch.no_grad():
             looked = [name for name in names if name in self._activations]
-            for name in (no_number := [name for name in looked if not self._is_number(name)]):
-                self.findings.inconclusive(SLOPES, f"the gradient at {name} is no number")
-            alone = self._apart(self._alike([name for name in looked if name not in no_number]))
+            numbers = [name for name in looked if self._is_number(name)]
+            for name in looked:
+                if name not in numbers:
+                    self.findings.inconclusive(SLOPES, f"the gradient at {name} is no number")
+            alone = self._apart(self._alike(numbers))
             for start in range(0, len(alone), _ROWS):
                 self._alone(alone[start : start + _ROWS])
 

@@ -276,8 +276,7 @@ class Subject:
         name, index, _ = part.split(".", 2)
         stack = next(stack for stack in self.bridge.architecture.stacks if stack.name == name)
         steps = [LayerStep(f"{name}.{index}.", "", int(index), stack, x) for x in stack.block_at(int(index)).named]
-        step = next(step for step in steps if step.part == f"{part}.")
-        return f"{part}.hook_out" if step.named.step.post else step.result
+        return next(step for step in steps if step.part == f"{part}.").added
 
     @cached_property
     def cache(self) -> Any:
