@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -12,6 +12,25 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from adapters.views import Call, View
+
+
+class Turned(torch.autograd.Function):
+    """What a function makes of a tensor, whose gradient another makes: ``Turned.apply(x, there, back)``.
+
+    A graph keeps nothing of it but what the two functions hold.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor | None]
+    ) -> Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None]:
+        return ctx.back(gradients[0]), None, None
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Parameters that are elsewhere until they are needed (`accelerate`, `DTensor`), and where a model's input goes.

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Cache, PreTrainedModel
 
 from adapters.imports import check_tensor_parallel
+from adapters.linear import Turned
 from adapters.points import Point, Site, core_path, is_inside, module_at, module_path
 from adapters.views import View
 from adapters.views.attention import HeadsFirst
@@ -273,7 +274,7 @@ class Cut:
         if self.is_whole:
             return x
         there, back = _same if self.sums == "gradient" else there, _same if self.sums == "tensor" else back
-        return cast(Tensor, _Split.apply(x, there, back))
+        return cast(Tensor, Turned.apply(x, there, back))
 
     def joined(self, part: Tensor) -> Tensor:
         """As `whole`, without a gradient."""
@@ -298,17 +299,6 @@ class Cut:
 
 def _same(x: Tensor) -> Tensor:
     return x.clone()
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Turn, back: Turn) -> Tensor:
-        ctx.back = back
-        return there(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(gradients[0]), None, None
 
 
 #: Layers of these styles give a part of their columns to what follows.

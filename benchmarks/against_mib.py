@@ -403,7 +403,7 @@ class Ours:
         given = self.model, self.texts["clean"], self.texts["corrupted"], self.metric
         if method == "exact":
             return node_effects(*given, **more).values
-        found = node_attribution(*given, called, STEPS, mlps="input", **more)
+        found = node_attribution(*given, called, self.steps.get(method, STEPS), mlps="input", **more)
         return found.values if level == "node" else found.neurons  # type: ignore[return-value]
 
     def plain(self) -> torch.Tensor:
@@ -552,20 +552,16 @@ def main(python: str, code: str, size: str, *methods: str) -> None:
             largest = float(single[0].nan_to_num().abs().max())
             apart = float((single[0] - single[1]).abs().max()) / largest
             cells = [f"{both[0]:.3g} s", f"{both[1]:.3g} s", f"{ratio:.1f}", f"{largest:.2g}"]
-            if (size, called) == ("gpt2", "EAP-IG-activations"):
-                double, from_double = None, "not run"  # minutes
-            else:
-                double = [_compared(side.found(method), why, heads) for side in sides["float64"]]
-                off = [float((one - double[0]).abs().max()) / largest for one in single]
-                from_double = ", ".join(f"{one:.0e}" for one in off)
-            cells += ["not run" if double is None else f"{float((double[0] - double[1]).abs().max()):.0e}"]
-            cells += [f"{apart:.0e}", from_double]
+            double = [_compared(side.found(method), why, heads) for side in sides["float64"]]
+            off = [float((one - double[0]).abs().max()) / largest for one in single]
+            cells += [f"{float((double[0] - double[1]).abs().max()):.0e}", f"{apart:.0e}"]
+            cells += [", ".join(f"{one:.0e}" for one in off)]
             # Their evaluation takes no constants.
             evaluated = (
                 called not in ("UGS", "exact" if large else "") and instead != "optimal" and "no part" not in why
             )
             if level == "edge" and evaluated:
-                scores = sides["float32"][0].found(method) if double is None else sides["float64"][0].found()
+                scores = sides["float64"][0].found()
                 # Heads that read the same have the same flow of information: of equals, both sides take others first.
                 torch.save(scores.nan_to_num() + 1e-9 * torch.rand_like(scores), f"{folder}/scores")
                 for type_ in ("float64", "float32"):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from adapters.points import Point, module_at
 from adapters.views import Deferred
-from bridge.analysis.analysis import Index, Plain, pick, plain
+from bridge.analysis.analysis import Index, MissingActivationsError, Plain, pick, plain
 from bridge.analysis.layer_outputs import path_of_norm
 from bridge.analysis.residual import ResidualMethods
 from bridge.hooks.arguments import refuse_wrong_types, shown, without_batch_axis
@@ -256,7 +256,7 @@ class ActivationCache(ResidualMethods):
             reason = "it was not asked for, or did not run" if known else "no hook point has this name"
             if (some := self.kept_heads.get(name)) is not None:
                 reason = f"it holds the heads {list(some.heads)} alone: cache.part({name!r}, heads={some.heads[0]})"
-            raise KeyError(f"{name!r} is not in the cache: {reason}.{suggestion(name, self._values)}")
+            raise MissingActivationsError(f"{name!r} is not in the cache: {reason}.{suggestion(name, self._values)}")
         return found
 
     @refuse_wrong_types
@@ -281,7 +281,7 @@ class ActivationCache(ResidualMethods):
                 one place of this library and a choice in another, so there is none here.)
 
         Raises:
-            KeyError: the cache does not hold it, or holds other heads.
+            MissingActivationsError: the cache does not hold it, or holds other heads.
             ValueError: the activation has no such axis.
             IndexError: there are no such heads, queries or keys, or none are chosen.
             TypeError: an index is no whole number, nor several in a row, nor a slice.

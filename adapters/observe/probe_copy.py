@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from adapters.linear import has_weights, input_device, materialized, whole
+from adapters.linear import Turned, has_weights, input_device, materialized, whole
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Parameters that stand elsewhere, or in half precision: brought in float32 for each use, and given up after it.
@@ -51,37 +51,6 @@ _OUTSIDE = ("shape", "ndim", "requires_grad", "grad", "grad_fn", "is_leaf", "lay
 _MEASURES = (Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__)
 #: What says where the values lie, as they are kept: which expert's a part is, is told from it.
 _PLACES = (Tensor.data_ptr, Tensor.element_size, Tensor.stride, Tensor.storage_offset)
-
-
-class _Brought(torch.autograd.Function):
-    """A parameter in float32, of which a graph keeps nothing: a leaf would stay there as long as the graph."""
-
-    @staticmethod
-    def forward(ctx: Any, bring: Callable[[], Tensor], anchor: Tensor) -> Tensor:
-        x = bring()
-        return x.view_as(x) if x.dtype == torch.float32 else x.float()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
-        return None, None
-
-
-class _InPieces(torch.autograd.Function):
-    """A linear layer whose weight is brought, some rows of it at a time in float32, all in one place.
-
-    A weight in float32 of its own would be new memory in each use, which takes longer than the product.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bring: Callable[[], Tensor], place: Tensor) -> Tensor:
-        ctx.bring, ctx.place = bring, place
-        return torch.cat([functional.linear(x, piece) for _, piece in _pieces(bring(), place)], -1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,) = gradients
-        products = [gradient[..., rows] @ piece for rows, piece in _pieces(ctx.bring(), ctx.place)]
-        return sum(products[1:], products[0]), None, None
 
 
 def _pieces(weight: Tensor, place: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -167,16 +136,33 @@ class Lent(TorchFunctionMode):
         return value if bring is None else self._kept_for_use(bring)
 
     def _kept_for_use(self, bring: Callable[[], Tensor]) -> Tensor:
-        new: Tensor = _Brought.apply(bring, self._anchor)
+        def in_float32(_: Tensor) -> Tensor:
+            x = bring()
+            return x.view_as(x) if x.dtype == torch.float32 else x.float()
+
+        # The graph keeps nothing of it: a leaf would stay there as long as the graph.
+        new: Tensor = Turned.apply(self._anchor, in_float32, lambda gradient: None)
         self._used[new.untyped_storage().data_ptr()] = (weakref.ref(new), bring)
         return new
 
     def _in_pieces(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """A linear layer, some rows of its weight at a time."""
+        """A linear layer, some rows of its weight at a time in float32, all in one place.
+
+        A weight in float32 of its own would be new memory in each use, which takes longer than the product.
+        """
         bring = self._brings[id(weight)]
         if bring.device not in self._places:
             self._places[bring.device] = torch.empty(_AT_ONCE, dtype=torch.float32, device=bring.device)
-        made: Tensor = _InPieces.apply(input, bring, self._places[bring.device])
+        place = self._places[bring.device]
+
+        def there(x: Tensor) -> Tensor:
+            return torch.cat([functional.linear(x, piece) for _, piece in _pieces(bring(), place)], -1)
+
+        def back(gradient: Tensor) -> Tensor:
+            products = [gradient[..., rows] @ piece for rows, piece in _pieces(bring(), place)]
+            return sum(products[1:], products[0])
+
+        made: Tensor = Turned.apply(input, there, back)
         return made if bias is None else made + self._brought(bias)
 
     def packed(self, x: Tensor) -> object:

@@ -160,6 +160,8 @@ class StepRecorder(ActivationRecorder):
             return "did not run on this prompt"
         total = self.seen + self.new
         parts, axes = self._parts[hook], hook.point.axes.split()
+        if "row" in axes and self.caching:
+            return "has rows of each step, which do not make those of the sequence"
         grows = next((axes.index(axis) for axis in (self.pos, self.key_pos) if axis in axes), None)
         if grows is None:
             along = any("pos" in axis for axis in axes)  # of the encoder, which runs once
@@ -362,10 +364,10 @@ def _step_recorder(bridge: RunnableBridge, options: GenerationOptions, arguments
             "use_past_kv_cache=False."
         )
     rows = [point.name for point in points if "row" in point.point.axes.split()]
-    if rows and caching:
+    if rows and caching and (named_one_by_one(options.names_filter) or len(rows) == len(points)):
         raise ValueError(
-            f"return_cache cannot be had for {', '.join(rows[:3])}: the rows of an expert at each step do not make "
-            "those of the sequence. Use run_with_cache on the finished sequence, or use_past_kv_cache=False."
+            f"return_cache cannot be had for {', '.join(rows[:3])}: their rows at each step do not make those of the "
+            "sequence. Use run_with_cache on the finished sequence, or use_past_kv_cache=False."
         )
     return StepRecorder(points, options.device, caching, has_decoders_points(bridge))
 

@@ -148,44 +148,6 @@ def piece_order(count: int, seed: int | None, epoch: int) -> Array:
     return np.random.default_rng([seed, epoch]).permutation(count)
 
 
-class ShufflePool:
-    """Rows in memory, from which batches are drawn at random.
-
-    Args:
-        columns: type and shape of each column's rows.
-        rows: how many it holds, at most.
-        rng: draws.
-    """
-
-    def __init__(self, columns: dict[str, tuple[np.dtype[Any], tuple[int, ...]]], rows: int, rng: Any) -> None:
-        self.arrays = {name: np.empty((rows, *shape), kind) for name, (kind, shape) in columns.items()}
-        self.room, self.held, self.rng = rows, 0, rng
-
-    def put(self, piece: Arrays) -> None:
-        """Takes rows in."""
-        count = len(next(iter(piece.values())))
-        for name, array in self.arrays.items():
-            array[self.held : self.held + count] = piece[name]
-        self.held += count
-
-    def draw(self, size: int, last: bool) -> Iterator[Arrays]:
-        """All rows in batches, at random; those that fill none stay, unless nothing comes after them.
-
-        Args:
-            size: rows in a batch.
-            last: nothing comes after.
-        """
-        order = self.rng.permutation(self.held)
-        whole = self.held if last else self.held // size * size
-        for start in range(0, whole, size):
-            chosen = order[start : start + size]
-            yield {name: take(array, chosen) for name, array in self.arrays.items()}
-        rest = np.sort(order[whole:])
-        for array in self.arrays.values():
-            array[: len(rest)] = array[rest]
-        self.held = len(rest)
-
-
 def take(array: Array, rows: Array) -> Array:
     """Some rows of an array, copied.
 
@@ -510,14 +472,30 @@ class Activations:
     def _shuffled(
         self, names: list[str], size: int, seed: int, epoch: int, memory: int, pieces: Any, share: Share
     ) -> Iterator[Arrays]:
+        """Batches drawn at random from rows in memory, which are filled up where no other piece has room there.
+
+        Rows that fill no batch stay, until nothing comes after them.
+        """
         rng = np.random.default_rng([seed, epoch, share.rank, share.worker])
-        shapes = {name: self._shapes[name] for name in names}
-        pool = ShufflePool(shapes, self._pool_rows(names, memory, size), rng)
-        for piece in pieces:
-            if pool.held + self._piece > pool.room:
-                yield from pool.draw(size, last=False)
-            pool.put(self._read_piece(int(piece), names))
-        yield from pool.draw(size, last=True)
+        room, held = self._pool_rows(names, memory, size), 0
+        pool = {name: np.empty((room, *shape), kind) for name in names for kind, shape in (self._shapes[name],)}
+        for piece in (*pieces, None):
+            if piece is None or held + self._piece > room:
+                order = rng.permutation(held)
+                whole = held if piece is None else held // size * size
+                for start in range(0, whole, size):
+                    chosen = order[start : start + size]
+                    yield {name: take(rows, chosen) for name, rows in pool.items()}
+                rest = np.sort(order[whole:])
+                for rows in pool.values():
+                    rows[: len(rest)] = rows[rest]
+                held = len(rest)
+            if piece is not None:
+                read = self._read_piece(int(piece), names)
+                count = len(read[names[0]])
+                for name, rows in pool.items():
+                    rows[held : held + count] = read[name]
+                held += count
 
     def torch(
         self, batch_size: int, *, shuffle: bool = False, seed: int = 0, memory: int = 2**29,

@@ -158,6 +158,23 @@ def test_the_cache_of_points_whose_steps_are_of_other_lengths():
     assert torch_hooks(bridge.original_model) == 0
 
 
+@torch.no_grad()
+def test_rows_are_left_out_where_they_were_not_named(caplog):
+    """A norm in Qwen3-Next's linear attention works on rows of (batch pos head); a prompt of one token looks alike."""
+    bridge, rows = TransformerBridge(tiny_model("qwen3_next")), "blocks.0.mixer.hook_inner_norm"
+    assert bridge.hook_dict[rows].point.axes.split()[0] == "row"
+    options = {"max_new_tokens": 3, "return_cache": True, "return_type": "tokens", "stop_at_eos": False, **GREEDY}
+    for prompt in (SOME, SOME[:, :1]):
+        made, cache = bridge.generate(prompt, **options)
+        _, whole = bridge.run_with_cache(made[:, :-1])
+        assert rows not in cache and f"{rows} has rows of each step" in caplog.text
+        for name in ("blocks.0.mixer.hook_out", "blocks.1.hook_resid_post"):
+            torch.testing.assert_close(cache[name], whole[name], atol=1e-5, rtol=1e-4)
+        with pytest.raises(ValueError, match=r"hook_inner_norm: their rows at each step do not make those"):
+            bridge.generate(prompt, names_filter=rows, **options)
+        caplog.clear()
+
+
 def test_the_cache_of_padded_prompts(embedded):
     texts = ["Mary", "Mary and John went"]
     made, cache, _ = embedded.generate(
