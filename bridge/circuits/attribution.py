@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -158,7 +158,7 @@ def node_attribution(
     """
     check_choice("method", method, METHODS[:-1])
     check_choice("mlps", mlps, ("output", "input"))
-    found = _NeuronGradients(graph, bridge, metric, mlps)
+    found = _Gradients(graph, bridge, metric, mlps)
     found.by(method, steps, pairs_of(bridge, clean, corrupted, model_kwargs), ablation, reference)
     return NodeScores(found.graph, found.scores.sum(1), found.scores)
 
@@ -173,17 +173,16 @@ def _refuse_no_difference(change: Float[Tensor, "sender batch pos d_model"]) -> 
 
 
 class _Gradients:
-    """Gathers gradients at the receivers, and multiplies them with the senders' differences.
+    """Gathers gradients at the receivers, or at what the senders write, times the senders' differences.
 
     Args:
         graph, bridge, metric: as everywhere.
+        mlps: of neurons, where an MLP's gradient is taken, its ``"output"`` or ``"input"``; None: scores are of edges.
 
     Attributes:
-        scores: ``[receiver, sender]``.
+        scores: ``[receiver, sender]``; of neurons ``[sender, d_model]``.
     """
 
-    #: The first step of m on the way from the corrupted to the clean embeddings.
-    first_step = 0
     prompts: Mapping[str, Any]
     #: The clean run, of which others need not run the first layers; None: where they must.
     later: CorruptedRun | None
@@ -192,13 +191,17 @@ class _Gradients:
     ends: bool
     change: Float[Tensor, "sender batch pos d_model"]
 
-    def __init__(self, graph: Graph | None, bridge: TransformerBridge, metric: Metric) -> None:
+    def __init__(
+        self, graph: Graph | None, bridge: TransformerBridge, metric: Metric, mlps: str | None = None
+    ) -> None:
         refuse_inference_mode("attribution")
-        self.graph, self.bridge, self.metric = graph_of(bridge, graph), bridge, metric
-        self.keys = OwnKeys(self.graph, bridge)
+        self.graph, self.bridge, self.metric, self.mlps = graph_of(bridge, graph), bridge, metric, mlps
+        # What nodes write is the same, whoever reads it.
+        self.keys = OwnKeys(self.graph if mlps is None else Graph.of(bridge), bridge)
         self.ends, self.later = False, None
         self.below: dict[int, Tensor] = {}
-        self.scores = torch.zeros(self.graph.exists.shape)
+        shape = self.graph.exists.shape if mlps is None else (len(self.graph.senders), bridge.cfg.d_model)
+        self.scores = torch.zeros(shape)
 
     def by(
         self,
@@ -230,17 +233,16 @@ class _Gradients:
         if method == "gradient":
             self.of_runs(BEGIN, *embeddings, [1.0])
         elif method == "inputs":
-            shares = [k / steps for k in range(self.first_step, self.first_step + steps)]
-            self.of_runs(BEGIN, *embeddings, shares)
+            first = self.mlps is not None  # of nodes, the benchmark's code counts from 1
+            self.of_runs(BEGIN, *embeddings, [k / steps for k in range(first, first + steps)])
         elif method == "clean_corrupted":
             self.of_runs(BEGIN, *embeddings, [0.0, 1.0])
         else:
-            shares, parts = [k / steps for k in range(1, steps + 1)], list(self._parts(one))
-            for name, here, there, own in parts:
-                if method == "activations":
-                    self.of_runs(name, here, there, shares, 1 / len(parts))
-                else:
-                    self.of_runs(name, here, there, shares, 1, own)
+            own, shares = method == "own_activations", [k / steps for k in range(1, steps + 1)]
+            for point, senders in graph.writes.items():
+                here = one.seen[point] if point in one.seen else one.parts[senders.start]
+                given = (1, senders) if own else (1 / len(graph.writes), slice(None))
+                self.of_runs(point, here, here + self.change[senders].sum(0), shares, *given)
             if self.below:  # the runs began at these layers; before, all of them are the clean run
                 self._backward({}, 1, 1.0, slice(None), below=self.below)
         if not self.scores.any():
@@ -248,18 +250,6 @@ class _Gradients:
                 "the gradient of the metric is zero at every receiver: there is nothing to attribute (a divergence "
                 'from the clean run has its minimum there: use method="inputs")'
             )
-
-    def _parts(self, one: SenderOutputs) -> Iterator[tuple[str, Tensor, Tensor, slice]]:
-        """The model's parts: where each writes, what in the clean run and in the other, and its senders."""
-        yield BEGIN, one.parts[0], one.parts[0] + self.change[0], slice(0, 1)
-        for layer, shape in enumerate(self.graph.layers):
-            first, mlp = self.graph.first_head[layer], self.graph.first_head[layer] + shape.heads
-            if shape.heads:
-                attn, heads = one.attn_out[layer], slice(first, mlp)
-                yield f"blocks.{layer}.hook_attn_out", attn, attn + self.change[heads].sum(0), heads
-            if shape.mlp:
-                both = one.parts[mlp], one.parts[mlp] + self.change[mlp]
-                yield f"blocks.{layer}.hook_mlp_out", *both, slice(mlp, mlp + 1)
 
     def of_runs(
         self,
@@ -412,12 +402,18 @@ class _Gradients:
         Args:
             n: how many runs a batch is of.
             weight: by which each counts.
-            senders: whose edges get it.
+            senders: whose edges get it; neurons of all.
         """
+        if self.mlps is None:
+            return [
+                (port.name, self._gather(port, slice(port.first, port.first + port.count), n, weight, senders))
+                for port in self.graph.ports
+                if self.keys.of(port) == 1
+            ]
+        point = {"output": "hook_mlp_out", "input": "hook_mlp_in"}[self.mlps]
         return [
-            (port.name, self._gather(port, slice(port.first, port.first + port.count), n, weight, senders))
-            for port in self.graph.ports
-            if self.keys.of(port) == 1
+            (name.replace("hook_mlp_out", point), partial(self._gather_neurons, some, n, weight))
+            for name, some in self.graph.writes.items()
         ]
 
     def _gather(self, port: Port, receivers: slice, n: int, weight: float, senders: slice) -> Callable[..., None]:
@@ -434,41 +430,11 @@ class _Gradients:
 
         return gather
 
-
-class _NeuronGradients(_Gradients):
-    """Gathers gradients at what the senders write; ``scores`` are ``[sender, d_model]``.
-
-    Args:
-        graph, bridge, metric: as everywhere.
-        mlps: where an MLP's gradient is taken, its ``"output"`` or ``"input"``.
-    """
-
-    first_step = 1
-
-    def __init__(self, graph: Graph | None, bridge: TransformerBridge, metric: Metric, mlps: str) -> None:
-        super().__init__(graph, bridge, metric)
-        self.keys = OwnKeys(Graph.of(bridge), bridge)  # what nodes write is the same, whoever reads it
-        self.mlp_point = {"output": "hook_mlp_out", "input": "hook_mlp_in"}[mlps]
-        self.scores = torch.zeros(len(self.graph.senders), bridge.cfg.d_model)
-
-    def hooks(self, n: int, weight: float, senders: slice) -> list[Any]:
-        """Backward hooks that add to the scores; `senders` are all."""
-        found = [(BEGIN, self._at(slice(0, 1), n, weight))]
-        for layer, shape in enumerate(self.graph.layers):
-            first, mlp = self.graph.first_head[layer], self.graph.first_head[layer] + shape.heads
-            if shape.heads:
-                found.append((f"blocks.{layer}.hook_attn_out", self._at(slice(first, mlp), n, weight)))
-            if shape.mlp:
-                found.append((f"blocks.{layer}.{self.mlp_point}", self._at(slice(mlp, mlp + 1), n, weight)))
-        return found
-
-    def _at(self, senders: slice, n: int, weight: float) -> Callable[..., None]:
-        def gather(gradient: Tensor, hook: HookPoint) -> None:
-            with torch.no_grad():
-                of_runs = gradient.unflatten(0, (n, -1)).sum(0).to(self.change.dtype)
-                self.scores[senders] += weight * (self.change[senders] * of_runs).sum((1, 2))
-
-        return gather
+    @torch.no_grad()
+    def _gather_neurons(self, senders: slice, n: int, weight: float, gradient: Tensor, hook: HookPoint) -> None:
+        """Adds the gradient of what some senders write, times its differences."""
+        of_runs = gradient.unflatten(0, (n, -1)).sum(0).to(self.change.dtype)
+        self.scores[senders] += weight * (self.change[senders] * of_runs).sum((1, 2))
 
 
 @torch.no_grad()
@@ -733,18 +699,12 @@ def _inputs(
     """The residual stream at each port in a run with the senders replaced and all other heads as they were."""
     change = other.parts - one.parts
     hooks: list[Any] = []
-    if 0 in sending:
-        hooks.append(("blocks.0.hook_resid_pre", _always(other.parts[0])))
-    for layer, shape in enumerate(graph.layers):
-        first = graph.first_head[layer]
-        if shape.heads:
-            mine = [index for index in range(first, first + shape.heads) if index in sending]
-            hooks.append((f"blocks.{layer}.hook_attn_out", _always(one.attn_out[layer] + change[mine].sum(0))))
-        mlp = first + shape.heads
-        if shape.mlp and mlp in sending:
-            hooks.append((f"blocks.{layer}.hook_mlp_out", _always(other.parts[mlp])))
-        elif shape.mlp and not through_mlps:
-            hooks.append((f"blocks.{layer}.hook_mlp_out", _always(one.parts[mlp])))
+    for point, senders in graph.writes.items():
+        mine = sorted(sending & {*range(senders.start, senders.stop)})
+        if point in one.seen:  # heads
+            hooks.append((point, _always(one.seen[point] + change[mine].sum(0))))
+        elif mine or (point.endswith("hook_mlp_out") and not through_mlps):
+            hooks.append((point, _always((other if mine else one).parts[senders.start])))
     seen: dict[str, Tensor] = {}
 
     def see(activation: Tensor, hook: HookPoint) -> None:

@@ -138,10 +138,8 @@ def _mib_name(name: str) -> str:
 
 def _mib_rows(graph: Graph, sender: int) -> int | slice:
     """Whose neurons the benchmark's JSON has at a sender: for a head those of all heads of its layer."""
-    for first, layer in zip(graph.first_head, graph.layers, strict=True):
-        if first <= sender < first + layer.heads:
-            return slice(first, first + layer.heads)
-    return sender
+    of_one = next(some for some in graph.writes.values() if some.start <= sender < some.stop)
+    return of_one if graph.senders[sender].count("H") else sender
 
 
 def _mib_edges(graph: Graph) -> dict[str, tuple[int, int]]:

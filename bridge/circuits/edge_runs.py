@@ -23,11 +23,11 @@ from bridge.circuits.graph import (
     SenderOutputs,
     divergence_at_last_tokens,
     gradients_of,
-    heads_of,
     measured,
     names_of,
     one_number,
     pairs_of,
+    parts_of,
     refuse_another_sum,
     token_mask,
     written,
@@ -158,10 +158,10 @@ class _EdgesReplaced:
 
     def hooks(self) -> list[Any]:
         """They see what senders write, and change what receivers read."""
-        hooks: list[Any] = [("blocks.0.hook_resid_pre", lambda stream, hook: self._write(0, stream.unsqueeze(0)))]
-        hooks += self.keys.hooks()
-        for layer in range(len(self.graph.layers)):
-            hooks += [(name, self._see) for name in names_of(self.graph, self.bridge, layer)]
+        hooks: list[Any] = self.keys.hooks()
+        for point, senders in self.graph.writes.items():
+            names = names_of(self.bridge, point)
+            hooks += [(name, partial(self._see, point, senders, names)) for name in names]
         used = torch.zeros(len(self.graph.receivers), dtype=torch.bool)
         for weights, _ in self.terms:
             used |= weights.requires_grad | weights.detach().bool().any(-1).flatten(0, 1).any(0).cpu()
@@ -171,23 +171,14 @@ class _EdgesReplaced:
             if used[port.first : port.first + port.count].any()
         ]
 
-    def _write(self, sender: int, parts: Float[Tensor, "part rows pos d_model"]) -> None:
-        here = parts[:, : math.prod(self.shape)]  # what is written is the same in all copies
-        here, at = here.unflatten(1, self.shape).movedim(0, 2), slice(sender, sender + len(parts))
-        self.change[:, :, at] = self.other[at].movedim(0, 1) - here
-
-    def _see(self, activation: Tensor, hook: HookPoint) -> None:
-        """Notes what a layer's senders write; heads count when all that is needed of them was seen."""
-        layer = hook.layer()
-        first, shape = self.graph.first_head[layer], self.graph.layers[layer]
-        if hook.name.endswith("hook_mlp_out"):
-            return self._write(first + shape.heads, activation.unsqueeze(0))
+    def _see(self, point: str, senders: slice, names: Sequence[str], activation: Tensor, hook: HookPoint) -> None:
+        """Notes what senders write, when all that is needed of them was seen."""
         self.seen[hook.name] = activation
-        names = [name for name in names_of(self.graph, self.bridge, layer) if not name.endswith("hook_mlp_out")]
         if all(name in self.seen for name in names):
-            self._write(first, heads_of(self.bridge, self.seen, layer))
-            self.seen.clear()
-        return None
+            parts = parts_of(self.bridge, point, {name: self.seen.pop(name) for name in names})
+            here = parts[:, : math.prod(self.shape)]  # what is written is the same in all copies
+            here = here.unflatten(1, self.shape).movedim(0, 2)
+            self.change[:, :, senders] = self.other[senders].movedim(0, 1) - here
 
     def _reading(self, port: Port) -> Callable[..., Tensor]:
         mine, before = slice(port.first, port.first + port.count), slice(port.upstream)
