@@ -1,4 +1,4 @@
-"""Edge attribution: what replacing each edge would do to a metric, estimated from gradients."""
+"""Scores of edges and nodes: what replacing each does to a metric, from gradients or measured; or trained."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from bridge.circuits.graph import (
     Metric,
     Port,
     SenderOutputs,
+    check_rate,
+    divergence_at_last_tokens,
     gradients_of,
     one_number,
     pairs_of,
@@ -109,7 +111,7 @@ def edge_attribution(
     """
     check_choice("method", method, METHODS)
     found = _Gradients(graph, bridge, metric)
-    found.by(method, steps, pairs_of(bridge, clean, corrupted, model_kwargs), ablation, reference)
+    found.by(method, steps, clean, corrupted, model_kwargs, ablation, reference)
     return EdgeScores(found.graph, found.scores)
 
 
@@ -159,17 +161,8 @@ def node_attribution(
     check_choice("method", method, METHODS[:-1])
     check_choice("mlps", mlps, ("output", "input"))
     found = _Gradients(graph, bridge, metric, mlps)
-    found.by(method, steps, pairs_of(bridge, clean, corrupted, model_kwargs), ablation, reference)
+    found.by(method, steps, clean, corrupted, model_kwargs, ablation, reference)
     return NodeScores(found.graph, found.scores.sum(1), found.scores)
-
-
-def _refuse_no_difference(change: Float[Tensor, "sender batch pos d_model"]) -> None:
-    """Refuses runs between which nothing differs, where every score would be 0 whatever the gradient is."""
-    if not change.any():
-        raise ValueError(
-            "what heads and MLPs write is the same in the clean run and in what replaces it: there is nothing to "
-            "attribute"
-        )
 
 
 class _Gradients:
@@ -191,9 +184,7 @@ class _Gradients:
     ends: bool
     change: Float[Tensor, "sender batch pos d_model"]
 
-    def __init__(
-        self, graph: Graph | None, bridge: TransformerBridge, metric: Metric, mlps: str | None = None
-    ) -> None:
+    def __init__(self, graph: Graph | None, bridge: TransformerBridge, metric: Metric, mlps: str | None = None) -> None:
         refuse_inference_mode("attribution")
         self.graph, self.bridge, self.metric, self.mlps = graph_of(bridge, graph), bridge, metric, mlps
         # What nodes write is the same, whoever reads it.
@@ -207,25 +198,30 @@ class _Gradients:
         self,
         method: str,
         steps: int,
-        pair: tuple[Mapping[str, Any], Mapping[str, Any]],
+        clean: Prompts,
+        corrupted: Prompts,
+        model_kwargs: Mapping[str, Any],
         ablation: str | Tensor,
         reference: Prompts | None,
     ) -> None:
         """Scores by a method.
 
         Args:
-            method, steps, ablation, reference: as for `edge_attribution`.
-            pair: the prompts.
+            method, steps, clean, corrupted, model_kwargs, ablation, reference: as for `edge_attribution`.
 
         Raises:
             ValueError: as there.
         """
         check_positive("steps", steps)
-        graph, self.prompts = self.graph, pair[0]
+        graph = self.graph
+        self.prompts, one, other = ablated(graph, self.bridge, clean, corrupted, model_kwargs, ablation, reference)
         self.batch, self.length = self.prompts["input_ids"].shape
-        one, other = ablated(graph, self.bridge, *pair, ablation, reference)
         self.change = other - one.parts
-        _refuse_no_difference(self.change)
+        if not self.change.any():  # every score would be 0 whatever the gradient is
+            raise ValueError(
+                "what heads and MLPs write is the same in the clean run and in what replaces it: there is nothing to "
+                "attribute"
+            )
         self.scores = self.scores.to(self.change)
         with torch.no_grad():
             self._try_less(one, method)
@@ -570,9 +566,8 @@ def edge_effects(
         >>> effects = edge_effects(bridge, pairs.clean, pairs.corrupted, pairs.metric(), [edge], verbose=False)
     """
     graph = graph_of(bridge, graph)
-    pair = pairs_of(bridge, clean, corrupted, model_kwargs)
-    values = effects_of_edges(graph, bridge, *pair, metric, edges, verbose, ablation, reference)
-    return EdgeScores(graph, values)
+    given = (clean, corrupted, metric, edges, verbose, model_kwargs, ablation, reference)
+    return EdgeScores(graph, effects_of_edges(graph, bridge, *given))
 
 
 @torch.no_grad()
@@ -604,16 +599,15 @@ def node_effects(
         NodeScores(21 nodes)
     """
     graph = Graph.of(bridge)
-    pair = pairs_of(bridge, clean, corrupted, model_kwargs)
-    one, other = ablated(graph, bridge, *pair, ablation, reference)
+    prompts, one, other = ablated(graph, bridge, clean, corrupted, model_kwargs, ablation, reference)
     base = one_number(metric, one.logits)
     every = torch.eye(len(graph.senders), dtype=torch.bool)[:, None] & graph.exists  # set receiver sender
-    rows, length = pair[0]["input_ids"].shape
+    rows, length = prompts["input_ids"].shape
     itemsize = one.parts.element_size() * (2 + len(graph.senders) // 16)  # of which a block holds 16 of each token
     together = max(1, tokens_per_run(bridge.cfg, one.parts.device, length, itemsize) // (rows * length))
     found = []
     for some in every.split(together):
-        runs = run_with_edges_replaced(graph, bridge, pair[0], other, some)
+        runs = run_with_edges_replaced(graph, bridge, prompts, other, some)
         found += [float(one_number(metric, logits) - base) for logits in runs]
     return NodeScores(graph, torch.tensor(found, dtype=torch.float64))
 
@@ -726,3 +720,107 @@ def _stream(graph: Graph, port: Port) -> str:
 
 def _always(value: Tensor) -> Callable[..., Tensor]:
     return lambda activation, hook: value
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A probability for each edge, trained.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@refuse_wrong_types
+def trained_edges(
+    bridge: TransformerBridge,
+    clean: Prompts,
+    corrupted: Prompts,
+    loss: Metric | None = None,
+    *,
+    penalty: float = 1e-3,
+    steps: int = 200,
+    rate: float = 0.1,
+    samples: int = 1,
+    ablation: str | Float[Tensor, "constant d_model"] = "resample",
+    reference: Prompts | None = None,
+    seed: int = 0,
+    graph: Graph | None = None,
+    **model_kwargs: Any,
+) -> EdgeScores:
+    """A probability for each edge that the circuit has it, trained by uniform gradient sampling.
+
+    Each prompt runs with a circuit of its own, in which an edge with probability p is there, or not, or, with
+    probability ``p (1 - p)``, partly there, by a share drawn evenly between 0 and 1. The loss's derivative by that
+    share is, on average, what having the edge changes; it moves the edge's logit (Li and Janson 2024, "Optimal Ablation
+    for Interpretability"). As in their code, that average is over the circuits that have the edge partly. The loss
+    grows by `penalty` for each edge.
+
+    Args:
+        bridge: the bridge, in evaluation mode.
+        clean, corrupted: pairs of prompts, ``[batch, pos]``, or what a processor gives.
+        loss: from logits ``[batch, pos, d_vocab]`` to one number that is to be small; None: the divergence from the
+            whole model's next tokens at each prompt's last token.
+        penalty: what an edge costs, in the loss's units.
+        steps, rate: of training, by Adam.
+        samples: how many circuits each prompt runs with in a step, all in one batch.
+        ablation, reference: what other edges carry, as for `Circuit.evaluate`.
+        seed: of what is drawn.
+        graph: the model's graph, as `Graph.of` makes it, grouped or not; None: grouped.
+        model_kwargs: what else the model takes with both prompts of a pair.
+
+    Returns:
+        The probabilities: unlike other scores they are never negative.
+
+    Raises:
+        ValueError: as `Circuit.evaluate`; no step or sample, a rate that is not positive and finite, a penalty
+            below 0 or not finite, a loss that is not finite or has no gradient.
+        RuntimeError: in inference mode, which makes no gradients.
+
+    Example:
+        >>> from bridge.circuits import trained_edges
+        >>> from bridge.tasks import compiled
+        >>> task = compiled("either")
+        >>> def loss(logits):
+        ...     return (logits - task.bridge(task.clean)).square().mean()
+        >>> scores = trained_edges(task.bridge, task.clean, task.corrupted, loss, penalty=0.01, steps=20)
+        >>> 0 <= float(scores.values.min()) <= float(scores.values.max()) <= 1
+        True
+    """
+    for name, number in (("steps", steps), ("samples", samples)):
+        check_positive(name, number)
+    check_rate(rate)
+    if not 0 <= penalty < math.inf:
+        raise ValueError(f"penalty is {penalty}; it must be 0 or more, and finite")
+    refuse_inference_mode("trained_edges")
+    graph = graph_of(bridge, graph)
+    one, wrote, other = ablated(graph, bridge, clean, corrupted, model_kwargs, ablation, reference)
+    loss = loss or divergence_at_last_tokens(wrote.logits, one)
+    numbers = torch.Generator().manual_seed(seed)
+    given = torch.ones(graph.n_edges, requires_grad=True)
+    optimizer, rows = torch.optim.Adam([given], lr=rate), len(one["input_ids"])
+    with torch.enable_grad():
+        for _ in range(steps):
+            probability = given.sigmoid()
+            drawn = torch.rand(samples, rows, graph.n_edges, generator=numbers)
+            replaced = torch.zeros(samples, rows, *graph.exists.shape)
+            replaced[:, :, graph.exists] = _absent(drawn, probability)
+            logits = run_with_edges_replaced(graph, bridge, one, other, replaced.to(other))
+            found = torch.stack([one_number(loss, some) for some in logits]).mean()
+            if not found.isfinite():
+                raise ValueError(f"loss is {found.item()}: it must be a finite number that can be small")
+            (slope,) = gradients_of("loss", found, [given])
+            given.grad = slope + penalty * (probability * (1 - probability)).detach()
+            optimizer.step()
+    values = torch.zeros(graph.exists.shape)
+    values[graph.exists] = given.detach().sigmoid()
+    return EdgeScores(graph, values)
+
+
+def _absent(drawn: Float[Tensor, "... edge"], probability: Float[Tensor, " edge"]) -> Float[Tensor, "... edge"]:
+    """How far edges are absent, by numbers drawn evenly between 0 and 1: none, all, or in a window partly.
+
+    Of these last the gradient is 1 on average, over those that are no thousandth from an end.
+    """
+    window = (probability * (1 - probability)).detach().clamp(min=torch.finfo(drawn.dtype).tiny)
+    place = (drawn - probability.detach()) / window + 0.5
+    partly, counted = ((place - 0.5).abs() <= within for within in (0.5, 0.499))
+    share = counted.to(drawn).flatten(0, -2).mean(0)
+    weights = partly / share.where(share > 0, torch.inf)
+    return place.clamp(0, 1) - weights * (probability - probability.detach())
