@@ -17,7 +17,6 @@ from adapters.linear import weight_in_out
 from adapters.mixers import Mixer
 from bridge.analysis.analysis import AnalysedRun, Index, layer_of, pick, plain, refuse_no_sum, require
 from bridge.analysis.layer_outputs import (
-    PostNorm,
     StreamNorm,
     bias_written,
     gradients_of,
@@ -168,7 +167,7 @@ class _Walk:
             found[name.removeprefix("embed.").removesuffix(".hook_out")] = name
         return found
 
-    def post_norm(self, layer: int, part: str) -> PostNorm | None:
+    def post_norm(self, layer: int, part: str) -> StreamNorm | None:
         """The norm between a part and the residual stream, where that is to be gone through."""
         return post_norm(self.model, layer, part) if self.post_norms else None
 
