@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -12,6 +13,7 @@ from bridge.bridge import TransformerBridge
 from bridge.cli.demo import ANSWERS, PROMPT, difference, name, strongest
 from bridge.cli.model import check_prompt, named_model
 from bridge.patching import patch_everything
+from bridge.patching.patching import texts_of
 from bridge.pictures.style import visible
 
 #: The same prompt, but for who gives: the other name is the answer.
@@ -44,7 +46,7 @@ def story(model: str | None = None, prompt: str | None = None, gguf_file: str | 
 def _told(bridge: TransformerBridge, prompt: str, ready_made: bool) -> Iterator[str | pictures.Picture]:
     """What is told of a prompt; of the ready-made one also what patching and ablating show."""
     cfg, tokens = bridge.cfg, bridge.to_tokens(prompt)
-    words = bridge.to_str_tokens(tokens[0])
+    words = texts_of(bridge, tokens[0])
     lens = logit_lens(bridge, tokens)
     best = lens[-1, 0, -1].float().softmax(-1).topk(5)
     said = [bridge.to_single_str_token(int(token)) for token in best.indices]
@@ -72,8 +74,8 @@ def _told(bridge: TransformerBridge, prompt: str, ready_made: bool) -> Iterator[
     )
     yield pictures.heads(direct, measure=measure, title="Direct contribution of each head")
     layer, head = top[0]
-    _, cache = bridge.run_with_cache(tokens, names_filter=f"blocks.{layer}.attn.hook_pattern")
-    pattern = cache["pattern", layer]
+    point = f"blocks.{layer}.attn.hook_pattern"
+    pattern = bridge.run_with_cache(tokens, names_filter=point)[1][point]
     row = pattern[0, head, -1]
     yield "## What they look at"
     yield (
@@ -84,7 +86,7 @@ def _told(bridge: TransformerBridge, prompt: str, ready_made: bool) -> Iterator[
     if not ready_made:
         return
     found = patch_everything(bridge, tokens, bridge.to_tokens(CORRUPTED), (good, bad))
-    ends = {"clean": found.clean, "corrupted": found.corrupted}
+    ends: dict[str, Any] = {"clean": found.clean, "corrupted": found.corrupted}
     yield "## How the answer travels"
     yield (
         f"In {CORRUPTED!r} the other name is right: {measure} is {found.corrupted:+.2f} there and "
