@@ -223,8 +223,12 @@ class _Gradients:
                 "attribute"
             )
         self.scores = self.scores.to(self.change)
-        with torch.no_grad():
-            self._try_less(one, method)
+        with torch.no_grad():  # what need not run: logits where no metric looks, layers before what is replaced
+            self.logits, layers = one.logits, len(graph.layers)
+            self.ends = may_start_later(self.bridge) and close(self._logits_of(one.end[:, -1:]), one.logits[:, -1:])
+            if self.ends and layers > 1 and method.endswith("activations"):
+                run = CorruptedRun(self.bridge, self.prompts, range(1, layers))
+                self.later = run if run.by_position and run.steps else None
         embeddings = one.parts[0], one.parts[0] + self.change[0]
         if method == "gradient":
             self.of_runs(BEGIN, *embeddings, [1.0])
@@ -278,19 +282,6 @@ class _Gradients:
             if first and senders == slice(None):
                 of_runs = counts * entered.unflatten(0, (n, -1)).sum(0)
                 self.below[first] = self.below[first] + of_runs if first in self.below else of_runs
-
-    def _try_less(self, one: SenderOutputs, method: str) -> None:
-        """Tries what need not run: logits where no metric looks, layers before the one in which something is replaced.
-
-        Args:
-            one: the clean run.
-            method: of `METHODS`.
-        """
-        self.logits, layers = one.logits, len(self.graph.layers)
-        self.ends = may_start_later(self.bridge) and close(self._logits_of(one.end[:, -1:]), one.logits[:, -1:])
-        if self.ends and layers > 1 and method.endswith("activations"):
-            run = CorruptedRun(self.bridge, self.prompts, range(1, layers))
-            self.later = run if run.by_position and run.steps else None
 
     def _logits_of(self, end: Float[Tensor, "batch some d_model"]) -> Tensor:
         found: Tensor = self.bridge(end, start_at_layer=len(self.graph.layers))

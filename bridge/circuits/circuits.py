@@ -42,8 +42,8 @@ from bridge.circuits.edge_runs import (
     Evaluation,
     effects_of_edges,
     evaluations,
+    graph_of,
     mean_of,
-    refuse_another_model,
     refuse_another_width,
     run_with_edges_replaced,
     share_of,
@@ -373,7 +373,7 @@ class Circuit:
             >>> constants = circuit.optimal_constants(bridge, pairs.clean, steps=3)
             >>> found = circuit.evaluate(bridge, pairs.clean, pairs.corrupted, pairs.metric(), constants)
         """
-        refuse_another_model(self.graph, bridge)
+        graph_of(bridge, self.graph)
         refuse_another_width(self.neurons, bridge)
         check_positive("steps", steps)
         check_rate(rate)
@@ -449,7 +449,7 @@ class Circuit:
         """
         graph, path = self.graph, Path(path)
         check_choice("the name of the file ends in", path.suffix, (".json", ".pt"))
-        refuse_another_model(graph, bridge)
+        graph_of(bridge, graph)
         first = graph.layers[0]
         if set(graph.layers) != {first} or not first.mlp or not first.heads == first.key_heads > 0:
             raise ValueError(

@@ -381,7 +381,7 @@ def evaluations(
     Raises:
         ValueError: as there.
     """
-    refuse_another_model(graph, bridge)
+    graph_of(bridge, graph)
     for _, neurons in circuits:
         refuse_another_width(neurons, bridge)
     one, wrote, other = ablated(graph, bridge, clean, corrupted, model_kwargs, ablation, reference)
@@ -414,17 +414,6 @@ def refuse_another_width(neurons: Tensor | None, bridge: TransformerBridge) -> N
         )
 
 
-def refuse_another_model(graph: Graph, bridge: TransformerBridge) -> None:
-    """Refuses a graph, of a circuit or of its own, that is not the model's.
-
-    Raises:
-        ValueError: it is.
-    """
-    model_graph = Graph.of(bridge)
-    if graph != model_graph and graph != Graph.of(bridge, grouped=False):
-        raise ValueError(f"the graph is {graph}, and this model is {model_graph}")
-
-
 def graph_of(bridge: TransformerBridge, graph: Graph | None) -> Graph:
     """A graph that was asked for, or the model's own.
 
@@ -435,10 +424,10 @@ def graph_of(bridge: TransformerBridge, graph: Graph | None) -> Graph:
     Raises:
         ValueError: it is another model's.
     """
-    if graph is None:
-        return Graph.of(bridge)
-    refuse_another_model(graph, bridge)
-    return graph
+    own = Graph.of(bridge)
+    if graph is not None and graph != own and graph != Graph.of(bridge, grouped=False):
+        raise ValueError(f"the graph is {graph}, and this model is {own}")
+    return graph or own
 
 
 def ablated(

@@ -147,7 +147,7 @@ def generic_activation_patch(
     as_result = metrics.several or baseline or reduce == "none"
     if as_result and return_index_df:
         raise ValueError("return_index_df is for a tensor: a PatchingResult has the data frame as index_df")
-    indices = _indices(model, prompts["input_ids"], activation_name, index_axis_names, index_df, clean_cache)
+    indices = Indices.of(model, prompts["input_ids"], activation_name, index_axis_names, index_df, clean_cache)
     frame = indices.frame() if return_index_df else None
     steps = _steps(model, clean_cache, activation_name, indices, patch_setter)
     with tqdm(total=len(steps), desc=f"patching {activation_name}", unit="patch", disable=not verbose) as bar:
@@ -166,24 +166,6 @@ def generic_activation_patch(
         values, list(indices.axis_names), indices.given, list(metrics.names), reduce != "none", before, True
     )
     return found if metrics.several else found["metric"]
-
-
-def _indices(
-    model: TransformerBridge,
-    tokens: Tensor,
-    activation_name: str,
-    axis_names: Sequence[str] | None,
-    table: Any,
-    clean_cache: Mapping[str, Tensor],
-) -> Indices:
-    """What to go through, in the one way or the other."""
-    if table is not None and axis_names is not None:
-        raise ValueError("give either index_axis_names or index_df: each of them says which indices to go through")
-    if table is not None:
-        return Indices.of_frame(table)
-    if axis_names is None:
-        raise ValueError("give index_axis_names, or a data frame of indices as index_df")
-    return Indices.of_axes(model, tokens, activation_name, axis_names, clean_cache)
 
 
 def _steps(
