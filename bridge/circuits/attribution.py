@@ -110,9 +110,9 @@ def edge_attribution(
         EdgeScores(479 edges of 4 layers)
     """
     check_choice("method", method, METHODS)
-    found = _Gradients(graph, bridge, metric)
-    found.by(method, steps, clean, corrupted, model_kwargs, ablation, reference)
-    return EdgeScores(found.graph, found.scores)
+    check_positive("steps", steps)
+    found = _Gradients(graph, bridge, metric, method, clean, corrupted, model_kwargs, ablation, reference)
+    return EdgeScores(found.graph, found.gathered(steps))
 
 
 @refuse_wrong_types
@@ -160,96 +160,93 @@ def node_attribution(
     """
     check_choice("method", method, METHODS[:-1])
     check_choice("mlps", mlps, ("output", "input"))
-    found = _Gradients(graph, bridge, metric, mlps)
-    found.by(method, steps, clean, corrupted, model_kwargs, ablation, reference)
-    return NodeScores(found.graph, found.scores.sum(1), found.scores)
+    check_positive("steps", steps)
+    found = _Gradients(graph, bridge, metric, method, clean, corrupted, model_kwargs, ablation, reference, mlps)
+    scores = found.gathered(steps)
+    return NodeScores(found.graph, scores.sum(1), scores)
 
 
 class _Gradients:
     """Gathers gradients at the receivers, or at what the senders write, times the senders' differences.
 
     Args:
-        graph, bridge, metric: as everywhere.
+        graph, bridge, metric, method, clean, corrupted, model_kwargs, ablation, reference: as for `edge_attribution`.
         mlps: of neurons, where an MLP's gradient is taken, its ``"output"`` or ``"input"``; None: scores are of edges.
 
     Attributes:
         scores: ``[receiver, sender]``; of neurons ``[sender, d_model]``.
+
+    Raises:
+        ValueError: as there.
     """
 
-    prompts: Mapping[str, Any]
-    #: The clean run, of which others need not run the first layers; None: where they must.
-    later: CorruptedRun | None
-    #: The clean run's logits; and whether those of some positions alone are the same, from the last stream.
-    logits: Tensor
-    ends: bool
-    change: Float[Tensor, "sender batch pos d_model"]
-
-    def __init__(self, graph: Graph | None, bridge: TransformerBridge, metric: Metric, mlps: str | None = None) -> None:
-        refuse_inference_mode("attribution")
-        self.graph, self.bridge, self.metric, self.mlps = graph_of(bridge, graph), bridge, metric, mlps
-        # What nodes write is the same, whoever reads it.
-        self.keys = OwnKeys(self.graph if mlps is None else Graph.of(bridge), bridge)
-        self.ends, self.later = False, None
-        self.below: dict[int, Tensor] = {}
-        shape = self.graph.exists.shape if mlps is None else (len(self.graph.senders), bridge.cfg.d_model)
-        self.scores = torch.zeros(shape)
-
-    def by(
+    def __init__(
         self,
+        graph: Graph | None,
+        bridge: TransformerBridge,
+        metric: Metric,
         method: str,
-        steps: int,
         clean: Prompts,
         corrupted: Prompts,
         model_kwargs: Mapping[str, Any],
         ablation: str | Tensor,
         reference: Prompts | None,
+        mlps: str | None = None,
     ) -> None:
-        """Scores by a method.
-
-        Args:
-            method, steps, clean, corrupted, model_kwargs, ablation, reference: as for `edge_attribution`.
-
-        Raises:
-            ValueError: as there.
-        """
-        check_positive("steps", steps)
-        graph = self.graph
-        self.prompts, one, other = ablated(graph, self.bridge, clean, corrupted, model_kwargs, ablation, reference)
+        refuse_inference_mode("attribution")
+        self.graph, self.bridge, self.metric = graph_of(bridge, graph), bridge, metric
+        self.method, self.mlps = method, mlps
+        # What nodes write is the same, whoever reads it.
+        self.keys = OwnKeys(self.graph if mlps is None else Graph.of(bridge), bridge)
+        self.prompts, self.clean, other = ablated(
+            self.graph, bridge, clean, corrupted, model_kwargs, ablation, reference
+        )
         self.batch, self.length = self.prompts["input_ids"].shape
-        self.change = other - one.parts
+        self.change = other - self.clean.parts
         if not self.change.any():  # every score would be 0 whatever the gradient is
             raise ValueError(
                 "what heads and MLPs write is the same in the clean run and in what replaces it: there is nothing to "
                 "attribute"
             )
-        self.scores = self.scores.to(self.change)
-        with torch.no_grad():  # what need not run: logits where no metric looks, layers before what is replaced
-            self.logits, layers = one.logits, len(graph.layers)
-            self.ends = may_start_later(self.bridge) and close(self._logits_of(one.end[:, -1:]), one.logits[:, -1:])
-            if self.ends and layers > 1 and method.endswith("activations"):
-                run = CorruptedRun(self.bridge, self.prompts, range(1, layers))
+        shape = self.graph.exists.shape if mlps is None else (len(self.graph.senders), bridge.cfg.d_model)
+        self.scores = self.change.new_zeros(shape)
+        self.below: dict[int, Tensor] = {}
+        #: The clean run, of which others need not run the first layers; None: where they must.
+        self.later: CorruptedRun | None = None
+        with torch.no_grad():
+            end, logits = self.clean.end[:, -1:], self.clean.logits[:, -1:]
+            #: Whether logits of some positions alone are the same, from the last stream.
+            self.ends = may_start_later(bridge) and close(self._logits_of(end), logits)
+            if self.ends and len(self.graph.layers) > 1 and method.endswith("activations"):
+                run = CorruptedRun(bridge, self.prompts, range(1, len(self.graph.layers)))
                 self.later = run if run.by_position and run.steps else None
-        embeddings = one.parts[0], one.parts[0] + self.change[0]
-        if method == "gradient":
-            self.of_runs(BEGIN, *embeddings, [1.0])
-        elif method == "inputs":
-            first = self.mlps is not None  # of nodes, the benchmark's code counts from 1
-            self.of_runs(BEGIN, *embeddings, [k / steps for k in range(first, first + steps)])
-        elif method == "clean_corrupted":
-            self.of_runs(BEGIN, *embeddings, [0.0, 1.0])
-        else:
-            own, shares = method == "own_activations", [k / steps for k in range(1, steps + 1)]
-            for point, senders in graph.writes.items():
-                here = one.seen[point] if point in one.seen else one.parts[senders.start]
-                given = (1, senders) if own else (1 / len(graph.writes), slice(None))
-                self.of_runs(point, here, here + self.change[senders].sum(0), shares, *given)
-            if self.below:  # the runs began at these layers; before, all of them are the clean run
-                self._backward({}, 1, 1.0, slice(None), below=self.below)
+
+    def gathered(self, steps: int) -> Tensor:
+        """The scores.
+
+        Args:
+            steps: as for `edge_attribution`.
+
+        Raises:
+            ValueError: the gradient is zero everywhere.
+        """
+        of_parts = self.method.endswith("activations")
+        first = of_parts or self.mlps is not None  # of nodes, the benchmark's code counts from 1
+        every = [k / steps for k in range(first, first + steps)]
+        shares = {"gradient": [1.0], "clean_corrupted": [0.0, 1.0]}.get(self.method, every)
+        points = self.graph.writes if of_parts else {BEGIN: self.graph.writes[BEGIN]}
+        for point, senders in points.items():
+            here = self.clean.seen[point] if point in self.clean.seen else self.clean.parts[senders.start]
+            given = (1.0, senders) if self.method == "own_activations" else (1 / len(points), slice(None))
+            self.of_runs(point, here, here + self.change[senders].sum(0), shares, *given)
+        if self.below:  # the runs began at these layers; before, all of them are the clean run
+            self._backward({}, 1, 1.0, slice(None), below=self.below)
         if not self.scores.any():
             raise ValueError(
                 "the gradient of the metric is zero at every receiver: there is nothing to attribute (a divergence "
                 'from the clean run has its minimum there: use method="inputs")'
             )
+        return self.scores
 
     def of_runs(
         self,
@@ -257,8 +254,8 @@ class _Gradients:
         clean: Tensor,
         corrupted: Tensor,
         shares: Sequence[float],
-        weight: float = 1.0,
-        senders: slice = slice(None),
+        weight: float,
+        senders: slice,
     ) -> None:
         """Adds the mean of runs of the clean prompts, in which what stands at a hook point is partly the corrupted's.
 
@@ -300,7 +297,9 @@ class _Gradients:
                         looked[here] = self._logits_of(found[:, positions]).split(self.batch)
                 return looked[here][number]
 
-            few = [lazy(partial(of, number), self.logits.shape, self.logits) for number in range(len(parts))]
+            few = [
+                lazy(partial(of, number), self.clean.logits.shape, self.clean.logits) for number in range(len(parts))
+            ]
             total = torch.stack([one_number(self.metric, part) for part in few]).sum()
             if not any(part.passed_by(total) for part in few):
                 return total
