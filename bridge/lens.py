@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 
 from adapters.inputs import takes
 from adapters.points import module_at, path_from
-from bridge.analysis.analysis import refuse_no_stream
+from bridge.analysis.analysis import pick, refuse_no_stream
 from bridge.hooks.arguments import check_positive, refuse_wrong_types, shown
 from bridge.hooks.context import CURRENT, RunContext, setting
 from bridge.hooks.modules import written_to
@@ -540,9 +540,8 @@ def lens(
         **given,
     )
     mask = attention_mask
-    if mask is not None and pos_slice is not None:
-        chosen_positions = slice(*pos_slice) if isinstance(pos_slice, tuple) else pos_slice
-        mask = mask[:, [chosen_positions] if isinstance(chosen_positions, int) else chosen_positions]
+    if mask is not None:
+        mask = pick(mask, [pos_slice] if isinstance(pos_slice, int) else pos_slice, 1)
     held = dict(cache)
     del cache
     first = held[at[chosen[0]]]
