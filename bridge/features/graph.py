@@ -25,8 +25,8 @@ import errno
 import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
-from functools import partial
+from dataclasses import astuple, dataclass
+from functools import cached_property, partial
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -110,10 +110,10 @@ class AttributionGraph:
     values: Float[Tensor, " node"]
     probabilities: Float[Tensor, " logit"]
     received: Float[Tensor, " node"]
-    _at: dict[Node, int] = field(default_factory=dict, compare=False)
 
-    def __post_init__(self) -> None:
-        self._at.update((node, at) for at, node in enumerate(self.nodes))
+    @cached_property
+    def _at(self) -> dict[Node, int]:
+        return {node: at for at, node in enumerate(self.nodes)}
 
     def __repr__(self) -> str:
         kinds = [node.kind for node in self.nodes]
