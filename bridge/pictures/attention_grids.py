@@ -110,7 +110,7 @@ def attention(
         values = values.masked_fill(torch.ones(values.shape[-2:]).triu(1).bool(), -torch.inf)  # no zero: blank
     flat = values.reshape(-1, *values.shape[-2:])
     longest = max(len(labels), len(keys))
-    down, across = map(len, sides or ("1", "1"))
+    down, across = (len(sides[0]), len(sides[1])) if sides else (1, 1)
     panel = max(12.0, min(72.0, SCREEN[0] / across - 3, SCREEN[1] / down - 3))  # so that a screen shows all
     cell = panel / longest if sides else max(3.0, min(18.0, 220 / longest))
     return grid(
