@@ -318,9 +318,13 @@ class Curve:
                 "nothing for a circuit to keep"
             )
         faithful = (circuit - ablated) / (model - ablated)
+        widths = torch.tensor(self.shares, dtype=torch.float64).diff()
+
+        def area(values: Tensor) -> Tensor:
+            return ((values[1:] + values[:-1]) / 2 * widths[:, None]).sum(0)
+
         ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
-        cpr, cmd = (self._area(values.unbind()) for values in (faithful, (1 - faithful).abs()))
-        found = {"faithfulness": faithful, "cpr": cpr, "cmd": cmd}
+        found = {"faithfulness": faithful, "cpr": area(faithful), "cmd": area((1 - faithful).abs())}
         return {name: values.quantile(ends, dim=-1).movedim(0, -1) for name, values in found.items()}
 
     @refuse_wrong_types
@@ -338,8 +342,8 @@ class Curve:
         bands = {} if self.prompts is None else {name: self.intervals()["faithfulness"]}
         return pictures.faithfulness(self.shares, {name: self.faithfulness}, bands, **options)
 
-    def _area(self, values: Sequence[Any]) -> Any:
-        """By trapezoids between the shares, of numbers or of tensors."""
+    def _area(self, values: Sequence[float]) -> float:
+        """By trapezoids between the shares."""
         steps = zip(self.shares, self.shares[1:], values, values[1:], strict=False)
         return sum((right - left) * (a + b) / 2 for left, right, a, b in steps)
 
