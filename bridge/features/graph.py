@@ -42,6 +42,7 @@ from adapters.views.basis import InBasis, dense
 from bridge.analysis.analysis import refuse_no_stream, refuse_training
 from bridge.bases.bases import takes_over, written_later
 from bridge.bridge import TransformerBridge
+from bridge.circuits.graph import refuse_inference_mode, token_mask
 from bridge.hooks.arguments import check_positive, refuse_wrong_types
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.modules import close
@@ -482,7 +483,8 @@ def attribution_graph(
         ValueError: a point that is in no basis, or in one of something else inside a part; one that attends to other
             positions by a function that gives no pattern; training mode; no node or no row asked for; a model with an
             encoder and a decoder, or that is not linear where patterns, factors and MLPs are held (a state space, a
-            gate, an activation function before the logits); nothing to attribute.
+            gate, an activation function before the logits); padding; nothing to attribute.
+        RuntimeError: in inference mode, which makes no gradients.
         OSError: there is no room for the file.
 
     Example:
@@ -816,6 +818,7 @@ def _asked(
     model_kwargs: Mapping[str, Any],
 ) -> tuple[list[HookPoint], dict[str, Any], Tensor]:
     """The bases, the prompt, and at which positions there are nodes, of what all graphs are asked for."""
+    refuse_inference_mode("a graph of features")
     refuse_training(bridge)
     refuse_no_stream(bridge)
     check_positive("together", together)
@@ -828,11 +831,13 @@ def _positions(bridge: TransformerBridge, prompt: Mapping[str, Any], without: Se
     """The positions at which features and errors are nodes.
 
     Raises:
-        ValueError: several prompts, or a position that is not there.
+        ValueError: several prompts, or padding, or a position that is not there.
     """
     rows, length = prompt["input_ids"].shape
     if rows != 1:
         raise ValueError(f"tokens are {rows} prompts; a graph is of one, [1, pos]")
+    if padding := int((~token_mask(prompt)).sum()):
+        raise ValueError(f"{padding} of {length} tokens are padding, which one prompt needs none of: leave it out")
     if wrong := [pos for pos in without if not -length <= pos < length]:
         raise ValueError(f"without_positions names {wrong[0]}; there are {length} positions")
     kept = torch.ones(length, dtype=torch.bool, device=bridge.cfg.device)
@@ -915,9 +920,10 @@ def _refuse_what_is_not_linear(bridge: TransformerBridge, prompt: dict[str, Any]
             with bridge.hooks(fwd_hooks=larger):
                 logits, cache = bridge.run_with_cache(prompt, names_filter=streams)
             found.append({**cache, "the logits": _uncapped(bridge, logits.float())})
+    least = torch.finfo(logits.dtype).eps  # also of what was computed in half precision and is single here
     for name in found[0]:
-        one, two, three = (run[name] for run in found)
-        rounding = min(1000 * torch.finfo(one.dtype).eps, 0.05) * float(three.abs().max())
+        one, two, three = (run[name].double() for run in found)
+        rounding = min(1000 * max(least, torch.finfo(found[0][name].dtype).eps), 0.05) * float(three.abs().max())
         if float((one - 2 * two + three).abs().max()) > rounding:
             raise ValueError(
                 f"{bridge.cfg.model_name} is not linear between the embedding and {name} where patterns, norm factors "
