@@ -434,7 +434,7 @@ def through(chain: Chain) -> View | None:
 
 
 class Copied(View):
-    """Of a tensor that the model writes over afterwards, a copy of what `inner` sees."""
+    """Of a tensor that the model writes over afterwards, a copy of what `inner` sees; of what is put, a copy, too."""
 
     at_once = True
 
@@ -446,7 +446,7 @@ class Copied(View):
         return self.inner.get(x, call).clone()
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
-        return self.inner.put(x, new, call)
+        return self.inner.put(x, new.clone(), call)
 
 
 class WithBatchAxis(Derived):

@@ -370,10 +370,12 @@ class Rotation(nn.Module):
         if not 1 <= n <= d:
             raise ValueError(f"a subspace of dimension {n} of a space of dimension {d}")
         start, _ = torch.linalg.qr(torch.randn(d, n, generator=generator))
-        linear = nn.Linear(n, d, bias=False)
-        with torch.no_grad():
+        seed = int(torch.randint(2**62, (), generator=generator))
+        with torch.random.fork_rng(devices=()), torch.no_grad():  # torch draws the rest of the space by its own numbers
+            torch.manual_seed(seed)
+            linear = nn.Linear(n, d, bias=False)
             linear.weight.copy_(start)
-        self.linear = parametrizations.orthogonal(linear, orthogonal_map="householder")
+            self.linear = parametrizations.orthogonal(linear, orthogonal_map="householder")
 
     @property
     def columns(self) -> Float[Tensor, "d n"]:

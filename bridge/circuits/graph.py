@@ -268,7 +268,7 @@ def _shape_of(bridge: TransformerBridge, index: int) -> LayerShape:
     """What a layer has.
 
     Raises:
-        ValueError: a part of it has no input of its own.
+        ValueError: a part of it has no input of its own, or is neither attention nor the layer's MLP.
     """
     block, hooks = f"blocks.{index}", bridge.hook_dict
 
@@ -283,6 +283,12 @@ def _shape_of(bridge: TransformerBridge, index: int) -> LayerShape:
                 )
         return True
 
+    writes = {name for name in hooks if name.startswith(f"{block}.hook_") and name.endswith("_out")}
+    if others := sorted(writes - {f"{block}.hook_attn_out", f"{block}.hook_mlp_out"}):
+        raise ValueError(
+            f"{bridge.cfg.model_name} writes to its residual stream at {others[0]}: a graph has heads and one MLP in "
+            "each layer, and nothing else"
+        )
     attention = needs("hook_attn_out", "attn.hook_result", "hook_q_input", "hook_k_input", "hook_v_input")
     mlp = needs("hook_mlp_out", "hook_mlp_in")
     attn = bridge.architecture.stack.block_at(index).attn if attention else None
@@ -628,8 +634,13 @@ def refuse_another_sum(bridge: TransformerBridge, wrote: SenderOutputs) -> None:
 
 
 def _refuse_no_sum_of(bridge: TransformerBridge, found: Tensor, right: Tensor, largest: float) -> None:
+    if not right.isfinite().all():
+        raise ValueError(
+            f"in {bridge.cfg.model_name} the residual stream has numbers that are not finite, in {right.dtype}: take "
+            "another precision, or, if prompts are padded in front, pad them at the end"
+        )
     tolerance = TOLERANCE.get(right.dtype, 30 * torch.finfo(right.dtype).eps) * largest
-    if not torch.allclose(found, right, rtol=0, atol=tolerance):
+    if not torch.allclose(found.to(right.dtype), right, rtol=0, atol=tolerance):
         raise ValueError(
             f"in {bridge.cfg.model_name} what heads and MLPs write does not add up to the residual stream: it has no "
             "graph of residual edges"

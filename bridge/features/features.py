@@ -34,7 +34,7 @@ from bridge.analysis.residual import Tokens
 from bridge.bridge import TransformerBridge
 from bridge.cache import ActivationCache
 from bridge.circuits.edge_runs import ABLATIONS, Evaluation
-from bridge.circuits.graph import Metric
+from bridge.circuits.graph import Metric, gradients_of, one_number, refuse_inference_mode
 from bridge.hooks.arguments import check_choice, check_positive, refuse_wrong_types
 from bridge.hooks.hooks import HookPoint
 from bridge.run.inputs import Prompts, prompts_with
@@ -72,7 +72,9 @@ def feature_attribution(
         The shape of the activation.
 
     Raises:
-        ValueError: no step; training mode; a baseline of another shape.
+        ValueError: no step; training mode; a baseline of another shape; a metric that gives several numbers, or one
+            without a gradient.
+        RuntimeError: in inference mode, which makes no gradients.
 
     Example:
         >>> from bridge import TransformerBridge
@@ -84,6 +86,7 @@ def feature_attribution(
         >>> feature_attribution(bridge, tokens, lambda logits: logits[0, -1, 7], point).shape
         torch.Size([1, 4, 5])
     """
+    refuse_inference_mode("feature_attribution")
     check_positive("steps", steps)
     refuse_training(bridge)
     (hook,) = bridge.select_hooks(point)
@@ -100,7 +103,7 @@ def feature_attribution(
         leaf = (start + share * (act - start)).requires_grad_()
         with torch.enable_grad():
             logits = bridge.run_with_hooks(prompts, fwd_hooks=[(hook, lambda act, hook, leaf=leaf: leaf)])
-            (gradient,) = torch.autograd.grad(metric(logits), leaf)
+            (gradient,) = gradients_of("metric", one_number(metric, logits), [leaf])
         total += gradient
     return total / steps * (act - start)
 

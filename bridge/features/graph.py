@@ -39,17 +39,18 @@ from torch.overrides import TorchFunctionMode
 
 from adapters.sealed import read_file, sealed
 from adapters.views.basis import InBasis, dense
-from bridge.analysis.analysis import refuse_training
+from bridge.analysis.analysis import refuse_no_stream, refuse_training
 from bridge.bases.bases import takes_over, written_later
 from bridge.bridge import TransformerBridge
+from bridge.circuits.graph import refuse_inference_mode, token_mask
 from bridge.hooks.arguments import check_positive, refuse_wrong_types
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.modules import close
 from bridge.patching.patching import texts_of
 from bridge.run.inputs import Prompts, prompts_with
 
-#: What begins the residual stream.
-_BEGINNINGS = ("hook_embed", "hook_pos_embed")
+#: What begins the residual stream: all of it, or what is added up.
+_WHOLE_BEGINNING, _BEGINNINGS = "hook_full_embed", ("hook_embed", "hook_pos_embed")
 #: What bases may stand on: the stream, what is added to it, and what a part's last matrix makes that of.
 _LINEAR_BEHIND = (
     ".hook_resid_pre", ".hook_resid_mid", ".hook_resid_post", ".hook_attn_out", ".hook_mlp_out", ".attn.hook_z",
@@ -380,7 +381,8 @@ def _identity(node: Node, n_layers: int, tokens: Tensor) -> str:
             parts.append(f"h{node.head}")
         return "_".join(parts)
     if node.kind == "token":
-        return f"{'E' if node.point == 'hook_embed' else node.point}_{int(tokens[0, node.pos])}_{node.pos}"
+        begins = node.point in ("hook_embed", _WHOLE_BEGINNING)
+        return f"{'E' if begins else node.point}_{int(tokens[0, node.pos])}_{node.pos}"
     if node.kind == "logit":
         return f"{n_layers + 1}_{node.index}_{node.pos}"
     return f"{node.kind}_{node.point}_{node.pos}"
@@ -479,8 +481,10 @@ def attribution_graph(
 
     Raises:
         ValueError: a point that is in no basis, or in one of something else inside a part; one that attends to other
-            positions by a function that gives no pattern; training mode; no node or no row asked for; a model that is
-            not linear where patterns, factors and MLPs are held (a state space, a gate); nothing to attribute.
+            positions by a function that gives no pattern; training mode; no node or no row asked for; a model with an
+            encoder and a decoder, or that is not linear where patterns, factors and MLPs are held (a state space, a
+            gate, an activation function before the logits); padding; nothing to attribute.
+        RuntimeError: in inference mode, which makes no gradients.
         OSError: there is no room for the file.
 
     Example:
@@ -818,15 +822,21 @@ def _asked(
     """The bases, the prompt, and at which positions features and errors are nodes, of what all graphs are asked for.
 
     Raises:
-        ValueError: training mode, no row, a base that cannot be, several prompts, or a position that is not there.
+        RuntimeError: inference mode.
+        ValueError: training mode, several streams, no row, a base that cannot be, several prompts, padding, or a
+            position that is not there.
     """
+    refuse_inference_mode("a graph of features")
     refuse_training(bridge)
+    refuse_no_stream(bridge)
     check_positive("together", together)
     bases = _checked_bases(bridge, points)
     prompt = prompts_with(bridge, tokens, model_kwargs)
     rows, length = prompt["input_ids"].shape
     if rows != 1:
         raise ValueError(f"tokens are {rows} prompts; a graph is of one, [1, pos]")
+    if padding := int((~token_mask(prompt)).sum()):
+        raise ValueError(f"{padding} of {length} tokens are padding, which one prompt needs none of: leave it out")
     if wrong := [pos for pos in without if not -length <= pos < length]:
         raise ValueError(f"without_positions names {wrong[0]}; there are {length} positions")
     kept = torch.ones(length, dtype=torch.bool, device=bridge.cfg.device)
@@ -871,7 +881,17 @@ def _checked_bases(bridge: TransformerBridge, points: Sequence[str]) -> list[Hoo
 
 
 def _beginnings(bridge: TransformerBridge) -> list[str]:
-    return [name for name in _BEGINNINGS if name in bridge.hook_dict]
+    """The hook points at which the residual stream begins.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if _WHOLE_BEGINNING in bridge.hook_dict:
+        return [_WHOLE_BEGINNING]
+    found = [name for name in _BEGINNINGS if name in bridge.hook_dict]
+    if not found:
+        raise ValueError(f"{bridge.cfg.model_name} has no {_BEGINNINGS[0]}: a graph begins where its stream does")
+    return found
 
 
 def _uncapped(cap: float, x: Tensor) -> Tensor:
@@ -896,13 +916,15 @@ def _refuse_what_is_not_linear(bridge: TransformerBridge, prompt: dict[str, Any]
                 logits, cache = bridge.run_with_cache(prompt, names_filter=streams)
             ends = _uncapped(bridge.cfg.output_logits_soft_cap, logits.float())
             found.append({**cache, "the logits": ends})
+    least = torch.finfo(logits.dtype).eps  # also of what was computed in half precision and is single here
     for name in found[0]:
-        one, two, three = (run[name] for run in found)
-        rounding = min(1000 * torch.finfo(one.dtype).eps, 0.05) * float(three.abs().max())
+        one, two, three = (run[name].double() for run in found)
+        rounding = min(1000 * max(least, torch.finfo(found[0][name].dtype).eps), 0.05) * float(three.abs().max())
         if float((one - 2 * two + three).abs().max()) > rounding:
             raise ValueError(
                 f"{bridge.cfg.model_name} is not linear between the embedding and {name} where patterns, norm factors "
-                'and MLPs are held (a state space, a gate, a basis with error="drop"): its graph would not add up'
+                "and MLPs are held (a state space, a gate, an activation function before the logits, a basis with "
+                'error="drop"): its graph would not add up'
             )
 
 

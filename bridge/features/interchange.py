@@ -19,6 +19,7 @@ from adapters.views.basis import Basis, dense
 from bridge.analysis.analysis import refuse_training
 from bridge.bases.bases import Directions, Rotation
 from bridge.bridge import TransformerBridge
+from bridge.circuits.graph import refuse_inference_mode
 from bridge.hooks.arguments import check_choice, check_positive, refuse_wrong_types
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.rows import places_of
@@ -173,6 +174,7 @@ def fit_rotation(
     Raises:
         ValueError: numbers of rows that do not fit, no pairs to train or to test with, an answer that is not `among`,
             or training mode.
+        RuntimeError: in inference mode, which makes no gradients.
 
     Example:
         >>> import torch
@@ -187,6 +189,7 @@ def fit_rotation(
         >>> fit.rotation.columns.shape
         torch.Size([128, 8])
     """
+    refuse_inference_mode("fit_rotation")
     one, other = (prompts_with(bridge, each, model_kwargs) for each in (base, source))
     refuse_training(bridge)
     generator = torch.Generator().manual_seed(seed)
@@ -518,6 +521,7 @@ def interchange_table(
 
     Raises:
         ValueError: as `fit_rotation`; no point, position or method; a point without its basis.
+        RuntimeError: as `fit_rotation`, where something is trained.
 
     Example:
         >>> from bridge import TransformerBridge
@@ -538,6 +542,8 @@ def interchange_table(
         raise ValueError("a table needs a point, a position and a method, or more")
     for method in methods:
         check_choice("method", method, EXCHANGES)
+    if set(methods) != {"full"}:
+        refuse_inference_mode("interchange_table")
     check_positive("dimension", dimension)
     check_positive("steps", steps)
     check_positive("batch_size", batch_size)

@@ -20,6 +20,7 @@ from bridge.circuits import (
     information_flow,
     kl_divergence,
     logit_difference,
+    mean_outputs,
 )
 from bridge.circuits.circuits import _depth, _joins
 from bridge.circuits.edge_runs import Evaluation
@@ -479,15 +480,41 @@ def test_a_file_of_the_benchmark_with_what_is_no_score(gpt2, graph, tmp_path):
         Circuit(graph, graph.exists, torch.full(graph.exists.shape, torch.inf)).to_mib(file, gpt2)
 
 
-@pytest.mark.parametrize("kind", ["jamba", "gemma4_text"])
 @pytest.mark.parametrize("ablation", ["zero", "mean", "constants"])
-def test_the_same_prompts_twice_prove_no_graph(kind, ablation):
+def test_the_same_prompts_twice_prove_no_graph(gpt2, graph, clean, metric, ablation):
     """Between equal prompts nothing differs, whatever else writes to the stream."""
-    bridge = TransformerBridge(tiny_model(kind))
-    tokens = torch.randint(9, 60, (2, 6), generator=torch.Generator().manual_seed(0))
-    graph = Graph.of(bridge)
-    constants = torch.zeros(len(graph.senders), bridge.cfg.d_model)
+    constants = torch.zeros(len(graph.senders), gpt2.cfg.d_model)
     given = constants if ablation == "constants" else ablation
-    circuit = EdgeScores(graph, torch.zeros(graph.exists.shape)).top(2)
-    with pytest.raises(ValueError, match="does not add up to the residual stream"):
-        circuit.evaluate(bridge, tokens, tokens, lambda logits: logits[:, -1, 7].mean(), given)
+    circuit = scores_of(graph).top(2)
+    larger = gpt2.hooks(fwd_hooks=[("blocks.1.hook_resid_pre", lambda stream, hook: stream * 1.5)])
+    with larger, pytest.raises(ValueError, match="does not add up to the residual stream"):
+        circuit.evaluate(gpt2, clean, clean, metric, given)
+
+
+@pytest.mark.parametrize(
+    ("kind", "point"),
+    [
+        ("jamba", "blocks.0.hook_mixer_out"),
+        ("falcon_h1", "blocks.0.hook_mixer_out"),
+        ("gemma4_text", "blocks.0.hook_mlp_2_out"),
+    ],
+)
+def test_what_else_writes_to_the_stream_is_named_in_any_precision(kind, point):
+    """In half precision the sum alone does not tell: what a mixer writes is no larger than what rounding may be."""
+    bridge = TransformerBridge(tiny_model(kind).bfloat16())
+    tokens = torch.randint(9, 60, (2, 6), generator=torch.Generator().manual_seed(0))
+    for study in (
+        Graph.of,
+        lambda bridge: information_flow(bridge, tokens),
+        lambda bridge: mean_outputs(bridge, [tokens]),
+    ):
+        with pytest.raises(ValueError, match=f"writes to its residual stream at {point}"):
+            study(bridge)
+
+
+def test_a_stream_that_is_not_finite_is_said_to_be(gpt2, clean, corrupted, metric):
+    endless = gpt2.hooks(
+        fwd_hooks=[("hook_embed", lambda stream, hook: stream.index_fill(1, torch.tensor([1]), torch.inf))]
+    )
+    with endless, pytest.raises(ValueError, match=r"numbers that are not finite, in torch\.float64"):
+        edge_attribution(gpt2, clean, corrupted, metric)

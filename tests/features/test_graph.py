@@ -299,6 +299,97 @@ def test_a_model_that_is_not_linear_where_patterns_are_held_is_refused(kind: str
     assert file.read_bytes() == b"an earlier graph"
 
 
+def test_no_graph_is_made_in_inference_mode(placed: tuple[TransformerBridge, list[str], AttributionGraph]) -> None:
+    bridge, points, graph = placed
+    studies = {
+        "graph": lambda: attribution_graph(bridge, TOKENS, points),
+        "scores": lambda: score_terms(bridge, TOKENS, points, 1, 0, 3, 1),
+        "loadings": lambda: head_loadings(bridge, TOKENS, points, graph.nodes[-1]),
+    }
+    for study in studies.values():
+        with torch.inference_mode(), pytest.raises(RuntimeError, match="needs gradients"):
+            study()
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padding_of_one_prompt_is_refused(
+    placed: tuple[TransformerBridge, list[str], AttributionGraph], side: str
+) -> None:
+    """The last position would be padding, and padding would be nodes."""
+    bridge, points, _ = placed
+    mask = torch.ones_like(TOKENS)
+    mask[:, :2] = 0
+    prompt = {"input_ids": TOKENS, "attention_mask": mask if side == "left" else mask.flip(1)}
+    with pytest.raises(ValueError, match=f"2 of {TOKENS.shape[1]} tokens are padding"):
+        attribution_graph(bridge, prompt, points)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_other_precisions(family: str, dtype: torch.dtype) -> None:
+    """What rounding does to logits is that of the model, not that of the single precision that they are counted in."""
+
+    def graph_of(dtype: torch.dtype) -> AttributionGraph:
+        bridge = TransformerBridge(tiny_model(family).to(dtype))
+        points = []
+        for layer in range(2):
+            basis = SAE(bridge.cfg.d_model, 16).to(dtype)
+            reads = f"blocks.{layer}.hook_resid_mid"
+            points.append(bridge.add_basis(f"blocks.{layer}.hook_mlp_out", "own", basis, reads=reads).name)
+        return attribution_graph(bridge, TOKENS, points, logits=torch.tensor([5, 6]))
+
+    one, other = graph_of(torch.float32), graph_of(dtype)
+    both = [node for node in one.nodes if node in set(other.nodes)]
+    assert len(both) > 0.9 * len(one.nodes)
+    values = [[graph[sender, one.nodes[-1]] for sender in both] for graph in (one, other)]
+    first, second = map(torch.tensor, values)
+    assert (first - second).abs().max() < {torch.bfloat16: 0.03}.get(dtype, 0.004) * first.abs().max()
+    receives = [i for i, node in enumerate(other.nodes) if node.kind in ("feature", "logit")]
+    assert torch.allclose(other.adjacency.sum(1)[receives], other.values[receives], atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_head_that_bends_behind_the_stream_is_refused() -> None:
+    """BERT's stream begins at the norm of its embeddings; what makes logits of it has an activation function."""
+    bridge = TransformerBridge(tiny_model("bert", "masked"))
+    point = bridge.add_basis("blocks.0.hook_resid_post", "own", SAE(bridge.cfg.d_model, 16))
+    with pytest.raises(ValueError, match="is not linear between the embedding and the logits"):
+        attribution_graph(bridge, TOKENS, [point.name])
+
+
+@torch.no_grad()
+def test_a_model_with_an_encoder_and_a_decoder_is_refused() -> None:
+    bridge = TransformerBridge(tiny_model("t5", "seq2seq"))
+    point = bridge.add_basis("decoder.0.hook_mlp_out", "own", SAE(bridge.cfg.d_model, 16))
+    for tokens in (TOKENS[:, :3], TOKENS):
+        with pytest.raises(ValueError, match="has no single list of blocks"):
+            attribution_graph(bridge, {"input_ids": TOKENS, "decoder_input_ids": tokens}, [point.name])
+
+
+def test_tokens_stand_where_a_norm_of_the_embeddings_begins_the_stream() -> None:
+    """Of GIT no hook point has what is added up alone: the edges of its tokens are what changing these does."""
+    bridge = TransformerBridge(tiny_model("git"))
+    point = bridge.add_basis("blocks.0.hook_resid_post", "own", SAE(bridge.cfg.d_model, 16))
+    graph = attribution_graph(bridge, TOKENS, [point.name], logits=1)
+    tokens = [node for node in graph.nodes if node.kind == "token"]
+    assert [(node.point, node.pos) for node in tokens] == [("hook_full_embed", pos) for pos in range(TOKENS.shape[1])]
+    seen: dict[str, Tensor] = {}
+    for share in (1.0, 0.5):
+
+        def shrink(stream: Tensor, hook: HookPoint, share: float = share) -> Tensor:
+            return torch.cat([stream[:, :2], stream[:, 2:3] * share, stream[:, 3:]], 1)
+
+        keep = lambda features, hook, share=share: seen.update({str(share): features.detach().clone()})
+        with bridge.linearised(TOKENS, freeze=("pattern", "ln_scale", "mlp_out")):
+            bridge.run_with_hooks(TOKENS, fwd_hooks=[("hook_full_embed", shrink), (point, keep)])
+    active = [node for node in graph.nodes if node.kind == "feature" and node.pos == 2]
+    assert active
+    for node in active:
+        full, half = (float(seen[share][0, node.pos, node.index]) for share in ("1.0", "0.5"))
+        if half > 0:
+            assert abs(graph[tokens[2], node] - 2 * (full - half)) < 1e-5
+
+
 def test_influence_and_picture(placed: tuple[TransformerBridge, list[str], AttributionGraph]) -> None:
     graph = placed[2]
     sizes = graph.adjacency.abs() * torch.tensor([float(node.kind != "constant") for node in graph.nodes])

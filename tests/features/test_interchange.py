@@ -86,6 +86,44 @@ def test_a_subspace_is_found_and_the_controls_find_none() -> None:
     assert not bridge.bases and not any(p.grad is not None for p in bridge.original_model.parameters())
 
 
+def test_a_seed_says_what_is_found(bridge: TransformerBridge) -> None:
+    """Whatever else was drawn before; and what a user draws afterwards is as it was."""
+    labels, found = torch.tensor([1, 2] * 4), []
+    base, source = BASE.repeat(4, 1), SOURCE.repeat(4, 1)
+    for before in (0, 1):
+        torch.manual_seed(before)
+        fit = fit_rotation(bridge, base, source, labels, POINT, dimension=2, steps=4, controls=False)
+        found.append((fit.losses, fit.rotation.columns))
+        after = torch.rand(3)
+        torch.manual_seed(before)
+        assert torch.equal(torch.rand(3), after)
+    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
+
+
+def test_nothing_is_trained_or_attributed_in_inference_mode(bridge: TransformerBridge) -> None:
+    labels = torch.tensor([1, 2])
+    pairs = (bridge, BASE, SOURCE, labels)
+    studies = {
+        "feature_attribution": lambda: feature_attribution(bridge, BASE, lambda logits: logits[0, -1, 7], POINT),
+        "fit_rotation": lambda: fit_rotation(*pairs, POINT, dimension=2, held_out=0.5),
+        "interchange_table": lambda: interchange_table(*pairs, [POINT], methods=("subspace",), held_out=0.5),
+    }
+    for name, study in studies.items():
+        with torch.inference_mode(), pytest.raises(RuntimeError, match=f"{name} needs gradients"):
+            study()
+    with torch.inference_mode():  # where nothing is trained
+        interchange_table(*pairs, [POINT], methods=("full",), held_out=0.5)
+
+
+def test_attribution_of_what_a_metric_may_not_give(bridge: TransformerBridge) -> None:
+    for metric, said in (
+        (lambda logits: logits[:, -1, 7], "gives .* numbers"),
+        (lambda logits: logits[0, -1, 7].detach(), "without a gradient"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            feature_attribution(bridge, BASE, metric, POINT)
+
+
 def test_attribution_adds_up_and_is_the_gradient(bridge: TransformerBridge) -> None:
     point = bridge.add_basis(POINT, "sae", SAE(bridge.cfg.d_model, 40))
 

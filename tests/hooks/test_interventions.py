@@ -295,3 +295,18 @@ def test_a_norm_written_back_is_no_edit(family: str, dtype: torch.dtype) -> None
     little = 1 + 16 * torch.finfo(dtype).eps
     with pytest.raises(RuntimeError, match="normed again without that change"):
         bridge.run_with_hooks(tokens, fwd_hooks=[(inside[1], lambda x, hook: x * little), own])
+
+
+@torch.no_grad()
+def test_what_a_hook_puts_in_stays_as_it_is_where_the_model_writes_over_it() -> None:
+    """Falcon adds what attention returns to what its MLP returned, in place: a patch is the same in the next run."""
+    bridge = TransformerBridge(tiny_model("falcon"))
+    clean, corrupted = torch.randint(3, 90, (2, 1, 6), generator=torch.Generator().manual_seed(0))
+    name = "blocks.0.hook_mlp_out"
+    _, cache = bridge.run_with_cache(clean, names_filter=name)
+    kept = cache[name].clone()
+    first, second = (bridge.run_with_hooks(corrupted, fwd_hooks=[(name, lambda x, hook: cache[name])]) for _ in "12")
+    assert torch.equal(cache[name], kept) and torch.equal(first, second)
+    with bridge.linearised(clean, freeze=("mlp_out",)):
+        first, second = bridge(clean), bridge(clean)
+    assert torch.equal(first, second)
