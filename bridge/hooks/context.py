@@ -209,6 +209,7 @@ class ForwardPass(PassMemory):
 
     Attributes:
         opened_by: the module whose call began it; None where a run of the bridge did.
+        outside: the generation in one of whose hooks that call was made.
         frame: of that call.
         sources: what was seen at sites that other hook points need: the module called there, and the tensor.
         separate: for each reader of a norm that is given a copy of its own, that copy (see `Point.separate_consumers`).
@@ -225,13 +226,13 @@ class ForwardPass(PassMemory):
     """
 
     __slots__ = (
-        "calls", "embeddings", "entering", "frame", "gradients", "opened_by", "past", "readings", "rows", "separate",
-        "skipped", "sources", "start_at",
+        "calls", "embeddings", "entering", "frame", "gradients", "opened_by", "outside", "past", "readings", "rows",
+        "separate", "skipped", "sources", "start_at",
     )  # fmt: skip
 
-    def __init__(self, opened_by: nn.Module | None = None) -> None:
+    def __init__(self, opened_by: nn.Module | None = None, outside: Generation | None = None) -> None:
         super().__init__()
-        self.opened_by = opened_by
+        self.opened_by, self.outside = opened_by, outside
         self.frame: FrameType | None = None
         self.gradients = opened_by is not None or torch.is_grad_enabled()
         self.start_at: int | None = None
@@ -254,6 +255,11 @@ class ForwardPass(PassMemory):
         self.calls.clear()
         self.skipped = frozenset()
         self.embeddings = self.rows = self.frame = None
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether a row of its batch has padding."""
+        return self.rows is not None and not all(bool(mask.all()) for mask in self.rows.masks.values())
 
     @property
     def is_left(self) -> bool:
@@ -312,12 +318,13 @@ class RunContext(Pass):
         run: what the present forward pass remembers; None outside of any.
         generation: the generation that this is part of.
         inherited: in a user's hook function, those scopes that were open for the run that called it.
+        caller: likewise, what that run remembers: the function may hand its activation to an operation.
 
     Attributes:
         visible: `shared` and `own`.
     """
 
-    __slots__ = ("_outside", "generation", "inherited", "own", "run", "shared", "visible")
+    __slots__ = ("_outside", "caller", "generation", "inherited", "own", "run", "shared", "visible")
 
     run: ForwardPass | None
 
@@ -328,11 +335,16 @@ class RunContext(Pass):
         run: ForwardPass | None = None,
         generation: Generation | None = None,
         inherited: frozenset[Scope | None] = _NO_SCOPES,
+        caller: ForwardPass | None = None,
     ) -> None:
-        self.inherited = inherited
+        self.inherited, self.caller = inherited, caller
         self.shared, self.own, self.run, self.generation = shared, own, run, generation
         self.visible = shared | own if own else shared
         self._outside: RunContext | None = None
+
+    def with_shared(self, shared: frozenset[Scope | None]) -> RunContext:
+        """The same with other scopes open."""
+        return RunContext(shared, self.own, self.run, self.generation, self.inherited, self.caller)
 
     def call_user_function(self, listener: Listener, given: Tensor, point: NamedPoint) -> Any:
         """Calls a user's function outside of the run, since what it computes is not the model's. This context is that
@@ -358,7 +370,7 @@ class RunContext(Pass):
         if self.run is None and not self.own:
             return self
         if self._outside is None:
-            self._outside = RunContext(self.shared, generation=self.generation, inherited=self.shared)
+            self._outside = RunContext(self.shared, _NO_SCOPES, None, self.generation, self.shared, self.run)
         return self._outside
 
 
@@ -416,14 +428,14 @@ def without_hooks() -> setting[RunContext]:
 def open_scope(scope: Scope) -> Iterator[Scope]:
     """Lets every run inside a ``with`` statement see the hooks of a scope."""
     before = CURRENT.get()
-    CURRENT.set(RunContext(before.shared | {scope}, before.own, before.run, before.generation, before.inherited))
+    CURRENT.set(before.with_shared(before.shared | {scope}))
     try:
         yield scope
     finally:
         # Not simply what was there before: several may be open, and end in any order.
         now = CURRENT.get()
         if scope in now.shared:
-            CURRENT.set(RunContext(now.shared - {scope}, now.own, now.run, now.generation, now.inherited))
+            CURRENT.set(now.with_shared(now.shared - {scope}))
 
 
 def of_the_next_run(scope: Scope) -> setting[RunContext]:
@@ -437,7 +449,7 @@ class forward_pass(setting[RunContext]):
     """A run of its own: it sees the hooks that are open, and nothing of a run in whose hooks it was started.
 
     Args:
-        generation: the generation that it is; by default the one that is under way.
+        generation: the generation that it is; None: a run of its own, also where a hook of a generation starts it.
         scope: what it alone sees; by default that of the next run.
 
     Attributes:
@@ -450,7 +462,7 @@ class forward_pass(setting[RunContext]):
         before = CURRENT.get()
         run = self.run = ForwardPass()
         own = frozenset((scope,)) if scope is not None else before.own if before.run is None else _NO_SCOPES
-        self._variable, self._value = CURRENT, RunContext(before.shared, own, run, generation or before.generation)
+        self._variable, self._value = CURRENT, RunContext(before.shared, own, run, generation)
 
     def __exit__(self, *error: object) -> None:
         self.run.end()
@@ -477,6 +489,10 @@ class OpenTrace:
 
     def set_for_part(self, part: str, what: str, value: Any) -> None:
         """Replaces it."""
+        raise NotImplementedError
+
+    def pass_of(self, point: NamedPoint) -> tuple[ForwardPass | None, Generation | None] | None:
+        """The pass, and the generation, whose activations it shows; None: the hook point is of another bridge."""
         raise NotImplementedError
 
 
@@ -526,6 +542,30 @@ def trace_of(names: object, asked: str) -> OpenTrace:
         f"{asked} does not say which of the {len(found)} traces that are open on this bridge is meant: "
         'ask the trace itself, run["blocks.0.hook_resid_post"]'
     )
+
+
+def pass_of(point: NamedPoint) -> tuple[ForwardPass | None, Generation | None]:
+    """The pass that an activation is of, and the generation that it is a step of, as far as they are known here.
+
+    That is the pass under way; in a user's hook function, that which called it; in the body of a trace, the trace's.
+
+    Args:
+        point: where the activation is seen.
+
+    Raises:
+        RuntimeError: several traces are open that show this hook point, and their tokens are not counted alike.
+    """
+    here = CURRENT.get()
+    run = pass_under_way() or here.caller
+    if run is not None or here.generation is not None:
+        return run, here.generation
+    found = [seen for _, trace in _OPEN.get() if (seen := trace.pass_of(point)) is not None]
+    if len(found) > 1 and any(made is not None or (run is not None and run.is_padded) for run, made in found):
+        raise RuntimeError(
+            f"{len(found)} traces are open that show {point.name}, and which of them an activation is of is not known, "
+            "so neither is where its tokens stand: open one, or trace the rows without padding"
+        )
+    return found[-1] if found else (None, None)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from adapters.imports import is_compiling
 from bridge.hooks.arguments import check_choice
-from bridge.hooks.context import CURRENT, HookFunction, pass_under_way
+from bridge.hooks.context import HookFunction, pass_of, pass_under_way
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.parts import MAX_BYTES, Part, Touched, TouchesPart, picked
 from bridge.hooks.rows import BatchRows
@@ -118,9 +118,10 @@ def tokens_along(axis: str, length: int, rows: int, hook: HookPoint) -> Sequence
     """
     if is_compiling():
         return SequencePart(0, length, length)
-    context = CURRENT.get()
-    generation, run = context.generation, pass_under_way()
+    run, generation = pass_of(hook)
     lie: BatchRows | None = None if run is None else run.rows
+    if lie is not None and lie.count != rows and run is not pass_under_way():
+        lie = None  # one prompt's part of a trace, without the padding of its row
     prompt, first = length, 0
     if generation is None or generation.prompt is None:
         if run is not None and run.past:
@@ -195,13 +196,14 @@ def _in_range(index: slice, places: Tensor, size: int | Tensor) -> Tensor:
     return found if step == 1 else found & ((places - first) % step == 0)
 
 
-def rows_given(rows: int) -> int:
+def rows_given(rows: int, hook: HookPoint) -> int:
     """How many rows the user gave, of those of an activation: a generation repeats them for beams and sequences.
 
     Args:
         rows: of the activation.
+        hook: the hook point.
     """
-    generation = None if is_compiling() else CURRENT.get().generation
+    generation = None if is_compiling() else pass_of(hook)[1]
     count = 0 if generation is None or generation.rows is None else generation.rows.count
     return count if count and rows % count == 0 else rows
 
@@ -260,7 +262,7 @@ class Condition:
             ValueError: it read other tokens than those of the activation.
         """
         found = _readings(hook).get(self.probe)
-        generation = CURRENT.get().generation
+        generation = pass_of(hook)[1]
         step = None if generation is None else generation.tokens
         if found is None or (self.over == "tokens" and found.step != step):
             raise RuntimeError(
@@ -273,7 +275,7 @@ class Condition:
         holds = holds.to(activation.device)
         rows = activation.shape[0]
         if self.over == "rows":
-            own = rows_given(rows)
+            own = rows_given(rows, hook)
             if holds.shape[0] != own:
                 raise ValueError(f"the probe {self.probe!r} read {holds.shape[0]} rows; {hook.name} has {own}")
             return along(holds.repeat_interleave(rows // own), 0, activation.ndim)
@@ -307,8 +309,8 @@ def _readings(hook: HookPoint) -> dict[str, ProbeReading]:
     Raises:
         RuntimeError: this is no run.
     """
-    context = CURRENT.get()
-    holder = pass_under_way() if context.generation is None else context.generation
+    run, generation = pass_of(hook)
+    holder = run if generation is None else generation
     if holder is None or is_compiling():
         raise RuntimeError(f"a probe, or a condition, at {hook.name} is for runs of a bridge, not for programs")
     return holder.readings
@@ -541,7 +543,7 @@ class Operation(TouchesPart):
             )
         if value.is_floating_point() and not activation.is_floating_point():
             raise TypeError(f"{name} is {value.dtype}; the activation at {hook.name} is {activation.dtype}")
-        if value.ndim == activation.ndim and 1 < value.shape[0] == rows_given(activation.shape[0]):
+        if value.ndim == activation.ndim and 1 < value.shape[0] == rows_given(activation.shape[0], hook):
             value = value.repeat_interleave(activation.shape[0] // value.shape[0], 0)  # one number for all of its beams
         return value.to(activation.device, activation.dtype)
 
@@ -563,7 +565,7 @@ class Operation(TouchesPart):
                 tokens = tokens_along(axes[axis], length, activation.shape[0], hook)
                 mask = chosen(index, tokens, what, activation)
             elif field == "rows":
-                own = rows_given(length)
+                own = rows_given(length, hook)
                 mask = chosen(index, SequencePart(0, own, own), what, activation).repeat_interleave(length // own)
             else:
                 mask = chosen(index, SequencePart(0, length, length), what, activation)
@@ -802,12 +804,12 @@ class Probe(Operation):
             places = torch.arange(length) + tokens.first
             real = tokens.real.to(read.device)[:, places.clamp(max=tokens.prompt - 1)]
             known = read.masked_fill(~(real | (places >= tokens.prompt).to(read.device)), float("-inf"))
-        own = rows_given(rows)
+        own = rows_given(rows, hook)
         highest = known.reshape(own, -1).amax(-1)
         before = readings.get(self.name)
         if before is not None and before.highest.shape == highest.shape:
             highest = torch.maximum(highest, before.highest.to(highest.device))
-        generation = CURRENT.get().generation
+        generation = pass_of(hook)[1]
         step = None if generation is None else generation.tokens
         readings[self.name] = ProbeReading(step, read.detach(), highest.detach())
         return activation

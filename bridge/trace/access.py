@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
 
 from adapters.feed_forward import width
 from adapters.points import base_path, join, module_at
-from bridge.hooks.context import OpenTrace, without_hooks
+from bridge.hooks.context import ForwardPass, Generation, NamedPoint, OpenTrace, without_hooks
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.modules import first_parameter
 from bridge.hooks.names import Names, UnknownHookError, suggestion
@@ -48,6 +48,15 @@ class Access(OpenTrace, BodyActivations):
 
     def __init__(self, bridge: RunnableBridge, stops: Stops) -> None:
         self.bridge, self.stops = bridge, stops
+
+    def pass_of(self, point: NamedPoint) -> tuple[ForwardPass | None, Generation | None] | None:
+        """The pass, and the generation, whose activations it shows; None: the hook point is of another bridge."""
+        return self.shows if self.bridge.wiring.points.get(point.name) is point else None
+
+    @property
+    def shows(self) -> tuple[ForwardPass | None, Generation | None]:
+        """The pass, and the generation, whose activations it shows now."""
+        raise NotImplementedError
 
     def reach(self, asked: Asked) -> Stop:
         """Lets the model go on to what is asked for."""

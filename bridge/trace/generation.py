@@ -10,9 +10,9 @@ from tqdm.auto import tqdm
 from transformers.utils import ModelOutput
 
 from adapters.views import Args, Kwargs
-from bridge.generation.generation import generating, run_generate
+from bridge.generation.generation import generating, generation_of, run_generate
 from bridge.generation.options import GenerationOptions, Steps, aligned, prepared, rows_of, texts_of
-from bridge.hooks.context import CURRENT, Generation, Listener, of_the_next_run
+from bridge.hooks.context import CURRENT, ForwardPass, Generation, Listener, of_the_next_run
 from bridge.hooks.hooks import HookPoint
 from bridge.run.inputs import Input, RunnableBridge
 from bridge.trace.access import Access
@@ -41,7 +41,7 @@ class GenerationTrace(InStep):
         self.bridge = bridge
         self._options = GenerationOptions.of({"verbose": False, **arguments})
         self._prompt, self._arguments = prepared(bridge, input, self._options)
-        self._generation = Generation()
+        self._generation = generation_of(bridge, self._prompt, self._arguments)
         super().__init__(bridge, places)
         self._edits: dict[HookPoint, list[InPlaceEdit]] = {}
         self._steps = Steps(tqdm(disable=True), self._generation)
@@ -202,6 +202,10 @@ class GenerationStep(Access):
     def index(self) -> int:
         """Which step it is."""
         return self._run._current if self._index is None else self._index
+
+    @property
+    def shows(self) -> tuple[ForwardPass | None, Generation | None]:
+        return None, self._run._generation
 
     def reach(self, asked: Asked) -> Stop:
         return self._run.reach_in(self._index, asked)

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from adapters.imports import is_checkpointed
 from adapters.inputs import takes
 from adapters.points import module_at
-from bridge.hooks.context import CURRENT, OpenTrace, Scope, closed, opened
+from bridge.hooks.context import CURRENT, ForwardPass, Generation, OpenTrace, Scope, closed, opened
 from bridge.hooks.hooks import HookPoint
 from bridge.interventions.operations import Index
 from bridge.run.inputs import Inputs, Request, RunnableBridge, check_arguments
@@ -230,6 +230,10 @@ class Trace(InStep, Access):
         return Inputs({name: inputs.kwargs[name] for name in names if name in inputs.kwargs}, inputs.tokens, None)
 
     # What it ran, and what came of it.
+
+    @property
+    def shows(self) -> tuple[ForwardPass | None, Generation | None]:
+        return (self._pass.run if self._pass is not None and self._is_ready else None), None
 
     @property
     def output(self) -> Any:

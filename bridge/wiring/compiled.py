@@ -401,10 +401,10 @@ class PassBoundary(NotCopied):
         if (context.run is None or left) and not is_of_batch(kwargs):
             self._check()
             refuse_streamers_thread(self._unseen)
-            run = ForwardPass(module)
+            run = ForwardPass(module, context.generation)
             run.frame = _frame_of_call()
             run.take_arguments(module, kwargs)
-            CURRENT.set(RunContext(context.shared, context.own, run, context.generation))
+            CURRENT.set(RunContext(context.shared, context.own, run))
         self._blocks.prepare()
 
     def end(self, module: nn.Module, args: tuple[object, ...], output: Any) -> None:
@@ -412,7 +412,7 @@ class PassBoundary(NotCopied):
         context = CURRENT.get()
         if context.run is not None and context.run.opened_by is module:
             context.run.end()
-            CURRENT.set(RunContext(context.shared, context.own, None, context.generation))
+            CURRENT.set(RunContext(context.shared, context.own, None, context.run.outside))
 
 
 def _frame_of_call() -> FrameType | None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bridge import TransformerBridge
-from bridge.interventions import Add, Clamp, Interventions, Mean, ProjectOut, Replace, Scale, Set, Zero
+from bridge.interventions import Add, Clamp, Interventions, Mean, Probe, ProjectOut, Replace, Scale, Set, Zero
 from tests.conftest import tiny
 
 POINT = "blocks.1.hook_resid_post"
@@ -158,3 +158,82 @@ def test_a_vector_can_be_learned(bridge):
     vector = torch.zeros(32, requires_grad=True)
     bridge.run_with_hooks(torch.tensor([ROWS[0]]), fwd_hooks=[(POINT, Add(vector))])[0, -1].max().backward()
     assert vector.grad is not None and vector.grad.abs().sum() > 0
+
+
+# What an operation is called by may be a user's own: a function, the body of a trace, a run that a hook starts.
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("positions", [0, -1, slice(1, 3)])
+def test_an_operation_that_a_function_or_a_body_calls_knows_the_padding(bridge, side, positions):
+    operation, point = Add(2.0, positions=positions), bridge.hook_dict[POINT]
+    tokens, mask = padded(side)
+    expected = bridge.run_with_hooks(tokens, fwd_hooks=[(POINT, operation)], attention_mask=mask)
+    called = [(POINT, lambda x, hook: operation(x, hook))]
+    assert torch.equal(bridge.run_with_hooks(tokens, fwd_hooks=called, attention_mask=mask), expected)
+    with bridge.trace(tokens, attention_mask=mask) as run:
+        run[POINT] = operation(run[POINT], point)
+    assert torch.equal(run.logits, expected)
+    with bridge.trace(tokens, attention_mask=mask) as run:
+        for i in range(len(ROWS)):
+            run.rows(i)[POINT] = operation(run.rows(i)[POINT], point)  # without padding
+    assert torch.equal(run.logits, expected)
+    with bridge.trace(tokens, attention_mask=mask) as outer, bridge.trace(tokens) as inner:
+        with pytest.raises(RuntimeError, match="2 traces are open that show blocks.1.hook_resid_post"):
+            operation(inner[POINT], point)
+        outer.stop()
+    with bridge.trace(tokens[:1]) as outer, bridge.trace(tokens) as inner:
+        outer[POINT] = operation(outer[POINT], point)
+        inner[POINT] = operation(inner[POINT], point)
+    assert torch.equal(inner.logits, bridge.run_with_hooks(tokens, fwd_hooks=[(POINT, operation)]))
+
+
+def test_a_function_s_operation_in_a_run_that_continues_another_is_refused(bridge):
+    tokens = torch.tensor([ROWS[0]])
+    _, past = bridge(tokens, return_type="logits_and_cache")
+    called = [(POINT, lambda x, hook: Add(2.0, positions=-1)(x, hook))]
+    with pytest.raises(ValueError, match="continues another one"):
+        bridge.run_with_hooks(tokens[:, :2], fwd_hooks=called, past_key_values=past)
+
+
+@pytest.mark.parametrize("where", [{"positions": -1}, {"part": "prompt"}, {"part": "generated"}, {"from_step": 2}])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_traced_generation_counts_as_one_that_is_not(bridge, where, side):
+    operation = Add(2.0 * torch.arange(32).sin(), **where)
+    hooks = [("blocks.0.hook_resid_post", probe := Probe(torch.ones(32), "sure", over="rows")), (POINT, operation)]
+    hooks.append(("blocks.2.hook_resid_post", Add(0.5, where=probe > -100)))
+    tokens, mask = padded(side)
+    greedy = {"max_new_tokens": 4, "do_sample": False, "stop_at_eos": False, "attention_mask": mask}
+    with bridge.hooks(fwd_hooks=hooks):
+        expected = bridge.generate(tokens, return_type="tokens", verbose=False, **greedy)
+        with bridge.trace_generate(tokens, **greedy) as run:
+            pass
+    assert torch.equal(run.tokens, expected)
+    with bridge.trace_generate(tokens, **greedy) as run:
+        for step in run.steps:
+            for name, each in hooks:
+                step[name] = each(step[name], bridge.hook_dict[name])
+    assert torch.equal(run.tokens, expected)
+
+
+def test_a_run_that_a_hook_of_a_generation_starts_is_no_step_of_it(bridge):
+    """Its tokens are all its prompt, whatever step the generation is at."""
+    tokens, mask = padded("left")
+    other = torch.tensor([ROWS[0][::-1] * 2])
+    hooks = [(POINT, Add(2.0, positions=-1)), ("blocks.2.hook_resid_post", Add(1.0, part="generated"))]
+    runs = (bridge, lambda x: bridge.original_model(x).logits)
+    found, steps, running = [], [], []
+
+    def runs_another(x, hook):
+        if not running:
+            running.append(1)
+            found.extend(run(other) for run in runs)
+            running.clear()
+        steps.append(bridge.step)
+
+    with bridge.hooks(fwd_hooks=hooks):
+        expected = bridge(other)
+        with bridge.hooks(fwd_hooks=[("blocks.0.hook_resid_pre", runs_another)]):
+            bridge.generate(tokens, 3, attention_mask=mask, do_sample=False, verbose=False, stop_at_eos=False)
+    assert len(found) == 6 and all(torch.equal(one, expected) for one in found)
+    assert steps == [None, None, 0, None, None, 1, None, None, 2]
