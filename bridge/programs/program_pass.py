@@ -9,9 +9,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from adapters.imports import is_compiling
 from adapters.points import Site
 from adapters.views import Args, Call, Kwargs
-from bridge.hooks.context import Listener, NamedPoint, Pass, PassMemory, SourceSite
+from bridge.hooks.context import (
+    CURRENT,
+    ForwardPass,
+    Listener,
+    NamedPoint,
+    Pass,
+    PassMemory,
+    RunContext,
+    SourceSite,
+    setting,
+)
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import suggestion
 from bridge.interventions.operations import Operation
@@ -61,10 +72,16 @@ class ProgramPass(Pass, PassMemory):
         self.kept[point.name] = act.clone()  # so that nothing which is written into it later is seen
 
     def call_user_function(self, listener: Listener, given: Tensor, point: NamedPoint) -> Any:
-        """What a function of the program returns for a copy of an activation."""
+        """What a function of the program returns for a copy of an activation.
+
+        A program that a user's function calls, or the body of a trace, is no part of the run that is waiting there.
+        """
         self.in_user_function = True
         try:
-            return listener.fn(given, point, self)
+            if is_compiling() or (here := CURRENT.get()).run is not None:
+                return listener.fn(given, point, self)
+            with setting(CURRENT, RunContext(here.shared, inherited=here.inherited, caller=ForwardPass())):
+                return listener.fn(given, point, self)
         finally:
             self.in_user_function = False
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bridge import TransformerBridge
+from bridge.interventions import Add
 from bridge.programs.lower import shell_of
 from tests.adapters.test_verify_all import ALIKE, USUAL, tiny
 
@@ -253,6 +254,26 @@ def test_a_program_inside_a_function_of_a_program_is_another_pass():
     outer = bridge.program(capture=["blocks.0.hook_resid_post"], interventions=[("blocks.0.hook_resid_post", swap)])
     made = outer(tokens)
     assert torch.equal(made["blocks.0.hook_resid_post"], inner(tokens.flip(-1))["blocks.0.hook_resid_post"])
+
+
+def test_a_program_that_a_function_or_a_body_calls_counts_its_own_tokens():
+    bridge = TransformerBridge(tiny("gpt2"))
+    tokens, mask = torch.tensor([[5, 6, 7, 8], [0, 0, 9, 10]]), torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+    edits = [("blocks.1.hook_resid_post", Add(2.0, positions=slice(0, 2)))]
+    program = bridge.program(interventions=edits)
+    expected = program(input_ids=tokens)["logits"]
+    assert torch.equal(expected, bridge.run_with_hooks(tokens, fwd_hooks=edits))
+    found = []
+
+    def calls(x: Tensor, hook: Any) -> None:
+        found.append(program(input_ids=tokens)["logits"])
+
+    with bridge.hooks(fwd_hooks=[("blocks.0.hook_resid_pre", calls)]):
+        bridge(tokens, attention_mask=mask)
+        bridge.generate(tokens[:1, :2], 2, do_sample=False, verbose=False, stop_at_eos=False)
+    with bridge.trace(tokens, attention_mask=mask):
+        found.append(program(input_ids=tokens)["logits"])
+    assert len(found) == 4 and all(torch.equal(one, expected) for one in found)
 
 
 def test_embeddings_in_place_of_tokens():
