@@ -419,7 +419,9 @@ class HookPoint(NamedPoint):
     def _put(self, x: Tensor, act: Tensor, changed: bool, call: Call, now: Pass, view: View) -> Tensor:
         """Writes an activation back, and tells the points that follow this one."""
         if changed:
-            x = view.put(x, act, call)
+            new = view.put(x, act, call)
+            # The model may take a view of it, which of an expanded or transposed tensor there is none.
+            x = new.contiguous() if x.is_contiguous() else new
         if self.point.linked and now.run is not None:
             if changed:
                 now.run.written[self.name] = act

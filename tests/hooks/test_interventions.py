@@ -310,3 +310,24 @@ def test_what_a_hook_puts_in_stays_as_it_is_where_the_model_writes_over_it() -> 
     with bridge.linearised(clean, freeze=("mlp_out",)):
         first, second = bridge(clean), bridge(clean)
     assert torch.equal(first, second)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("family", "name"), [("bloom", "blocks.1.attn.hook_pattern"), ("mamba2", "blocks.0.mixer.hook_ssm_state")]
+)
+def test_what_a_hook_puts_in_may_lie_in_memory_in_any_way(family: str, name: str) -> None:
+    """These models take a view of it, which of an expanded or transposed tensor there is none."""
+    bridge = TransformerBridge(tiny_model(family))
+    tokens = torch.randint(3, 90, (2, 6), generator=torch.Generator().manual_seed(0))
+    _, cache = bridge.run_with_cache(tokens, names_filter=name)
+    mean = cache[name].mean(0, keepdim=True).expand_as(cache[name])
+    turned = cache[name].mT.contiguous().mT
+    for value in (mean, turned):
+        expected = bridge.run_with_hooks(tokens, fwd_hooks=[(name, lambda x, hook, value=value: value.contiguous())])
+        assert torch.equal(
+            bridge.run_with_hooks(tokens, fwd_hooks=[(name, lambda x, hook, value=value: value)]), expected
+        )
+        with bridge.trace(tokens) as run:
+            run[name] = value
+        assert torch.equal(run.logits, expected)
