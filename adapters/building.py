@@ -511,7 +511,7 @@ class BlockBuilder:
             for own, each in named.attentions:
                 self._add_attention(own, each, inner=True)
                 qk_norm_points(self.points.inside(own.name), each, join(self.path, each.path))
-            mixer_points(self.points.inside(named.name), part, module, functions)
+            mixer_points(self.points.inside(named.name), part, module, functions, self.rows)
 
     def _key_pos(self, part: Attention) -> str:
         """The axis of an attention's keys."""

@@ -12,7 +12,7 @@ from torch import nn
 from adapters.attention import Attention
 from adapters.norms import Norm, NormKind, norm_points
 from adapters.points import Group, PointList, Site, join
-from adapters.views import Branch
+from adapters.views import Branch, FlatRows
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The functions in which transformers' mixers convolve and recur, and what each argument of them is.
@@ -124,8 +124,8 @@ class Mixer:
         plays: what names its hook points have: those of a ``mixer``, which mixes positions; of an ``attn`` or an
             ``mlp`` that could not be taken apart.
         modules: what is shown inside of it: modules and norms that are each called once, relative to `path`, with the
-            axes of what they return; attentions whose results are not added to the stream, or of which not all is
-            known, whose paths are relative to the block.
+            axes of what they return (``(batch pos head) d``: rows of each head of each position); attentions whose
+            results are not added to the stream, or of which not all is known, whose paths are relative to the block.
 
     Raises:
         ValueError: an attention inside of it is said to read an encoder.
@@ -191,7 +191,9 @@ def axes_of(name: str, shape: Sequence[int], batch: int, pos: int) -> str:
     return " ".join(known.get(i, f"{name}_{i}") for i in range(len(shape)))
 
 
-def mixer_points(points: PointList, mixer: Mixer, module: str, functions: tuple[str, ...]) -> None:
+def mixer_points(
+    points: PointList, mixer: Mixer, module: str, functions: tuple[str, ...], rows: tuple[Site, ...]
+) -> None:
     """Adds the points inside one mixer.
 
     Args:
@@ -199,6 +201,7 @@ def mixer_points(points: PointList, mixer: Mixer, module: str, functions: tuple[
         mixer: the declaration.
         module: the path of the module.
         functions: the functions that it calls, of those in `adapters.mixers`.
+        rows: where the sizes of rows ``(batch pos head)`` are seen.
     """
     start = f"batch {points.pos}"
     whole = [name for name in functions if name in ONE_STEP or name == "causal_conv1d_fn"]
@@ -214,11 +217,13 @@ def mixer_points(points: PointList, mixer: Mixer, module: str, functions: tuple[
         last = path.rpartition(".")[2]
         name = f"hook_{_NAMES.get(last, last)}"
         if name not in taken:
-            renamed = " ".join(points.pos if axis == "pos" else axis for axis in axes_returned.split())
+            each = axes_returned.replace("(", "").replace(")", "").split()
+            renamed = " ".join(points.pos if axis == "pos" else axis for axis in each)
             site, norm = Site(join(module, path), "output"), mixer.norms.get(path)
+            view, sources = (FlatRows(heads=True), rows) if axes_returned[0] == "(" else (None, ())
             if norm:
-                norm_points(points, last, norm, site, axes=renamed)
-            points.add(name, site, axes=renamed, aliases=(f"{last}.hook_out",) if norm else ())
+                norm_points(points, last, norm, site, axes=renamed, view=view, sources=sources)
+            points.add(name, site, view, renamed, aliases=(f"{last}.hook_out",) if norm else (), sources=sources)
     if any(ONE_STEP.get(name) in functions for name in functions):  # its states can be had, position by position
         names = next(STATES[name] for name in functions if name in STATES)
         points.add("hook_ssm_state", Site(module, "recurrence", "state"), axes=f"{start} {names}", group="extra")

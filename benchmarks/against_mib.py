@@ -528,7 +528,9 @@ def main(python: str, code: str, size: str, *methods: str) -> None:
         for type_ in ("float32", "float64"):
             mine = Side(sys.executable, "ours", size, type_, folder, file=f"{folder}/ours.{type_}")
             sides[type_] = Side(python, "theirs", type_, folder, code, file=f"{folder}/theirs.{type_}"), mine
-        positions = torch.load(f"{folder}/given.float32")["positions"]
+        facts = torch.load(f"{folder}/given.float32")
+        positions = facts["positions"]
+        compared = partial(_compared, heads=heads, edges=facts["edges"])
         print(
             f"\n{size}\n| | theirs | ours | ratio | largest score | apart, float64 | float32, of the largest | theirs, "
             "ours from float64 | CPR, CMD apart, float64 | float32 |\n" + "|---" * 10 + "|"
@@ -548,11 +550,11 @@ def main(python: str, code: str, size: str, *methods: str) -> None:
             ratio = statistics.median(one / other for one, other in pairs)
             several = EDGES if called == "exact" and level == "edge" and large else 1
             both = [statistics.median(side) / several for side in zip(*pairs, strict=True)]
-            single = [_compared(side.found(), why, heads) for side in (there, here)]
+            single = [compared(side.found(), why) for side in (there, here)]
             largest = float(single[0].nan_to_num().abs().max())
             apart = float((single[0] - single[1]).abs().max()) / largest
             cells = [f"{both[0]:.3g} s", f"{both[1]:.3g} s", f"{ratio:.1f}", f"{largest:.2g}"]
-            double = [_compared(side.found(method), why, heads) for side in sides["float64"]]
+            double = [compared(side.found(method), why) for side in sides["float64"]]
             off = [float((one - double[0]).abs().max()) / largest for one in single]
             cells += [f"{float((double[0] - double[1]).abs().max()):.0e}", f"{apart:.0e}"]
             cells += [", ".join(f"{one:.0e}" for one in off)]
@@ -574,10 +576,10 @@ def main(python: str, code: str, size: str, *methods: str) -> None:
                 print(f"| its runs of the plain model | {one:.3g} s | {other:.3g} s | {one / other:.1f} |", flush=True)
 
 
-def _compared(scores: torch.Tensor, why: str, heads: int) -> torch.Tensor:
-    """What can be compared of scores."""
-    if why == POSITIONS and scores.ndim == 2:
-        return scores[:, 1:]
+def _compared(scores: torch.Tensor, why: str, heads: int, edges: list[str]) -> torch.Tensor:
+    """What can be compared of scores: of all edges, or of some."""
+    if why == POSITIONS:
+        return scores[:, 1:] if scores.ndim == 2 else scores[[not edge.startswith("input") for edge in edges]]
     return scores[3 * heads :] if why == FIRST else scores
 
 

@@ -66,9 +66,9 @@ _ELSEWHERE = {
 }
 
 
-def _path_of_weights(name: str, point: Point) -> str:
-    """The path of the module that has the weights: of a scale, its norm."""
-    return path_of_norm(point) if name.endswith(".hook_scale") else point.site.path
+def _with_weights(root: nn.Module, name: str, point: Point) -> nn.Module:
+    """The module that has the weights: of a scale, its norm."""
+    return module_at(root, path_of_norm(point) if name.endswith(".hook_scale") else point.site.path)
 
 
 @functools.lru_cache(maxsize=10_000)
@@ -82,11 +82,11 @@ def _weights_behind(values: Mapping[str, Any], model: StudiedBridge | None) -> d
     """The state of the weights that activations would be taken through, by hook point."""
     if model is None:
         return {}
-    hooks = model.hook_dict
+    hooks, root = model.hook_dict, model.original_model
     names = dict.fromkeys([*map(_read_by_weights, values), *_ENDS])
     points = [(name, hooks[name].point) for name in names if name in hooks]
     there = [(name, point) for name, point in points if point.axes != "..."]  # "...": in a module of the user's
-    return {name: written_to(module_at(model.original_model, _path_of_weights(name, point))) for name, point in there}
+    return {name: written_to(_with_weights(root, name, point)) for name, point in there}
 
 
 def _alone(value: Tensor) -> Tensor:
@@ -163,8 +163,8 @@ class ActivationCache(ResidualMethods):
             ValueError: its weights have been changed since, others stand there, or PEFT's adapters there were switched.
                 (What is written through ``weight.data`` torch does not count.) Or each row had adapters of its own.
         """
-        path = _path_of_weights(name, self.model.hook_dict[name].point)
-        module, then = module_at(self.model.original_model, path), self._weights.get(name)
+        module = _with_weights(self.model.original_model, name, self.model.hook_dict[name].point)
+        then = self._weights.get(name)
         if self.mixes_adapters and hasattr(module, "base_layer"):
             raise ValueError(
                 f"each row of this run had adapters of its own (adapter_names=), and the weights at {name} are not "

@@ -267,10 +267,6 @@ class KernelArguments(NamedTuple):
     scale: float | None = None
     enable_gqa: bool = False
 
-    def with_products(self, query: Tensor, key: Tensor) -> KernelArguments:
-        """The same call with other queries and keys."""
-        return KernelArguments(query, key, *self[2:])
-
     def of(self, kernel: Callable[..., Tensor]) -> Tensor:
         """What a kernel makes of them."""
         query, key, value, mask, dropped, causal, scale, grouped = self

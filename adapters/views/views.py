@@ -525,14 +525,22 @@ class PositionsFirst(View):
         return turned.contiguous() if x.is_contiguous() else turned  # the model may take a view of it (FSMT)
 
 
+@dataclass(frozen=True, repr=False)
 class FlatRows(View):
-    """``(batch pos) d -> batch pos d``, with the batch size of the last source (a module that works on rows)."""
+    """``(batch pos) d -> batch pos d``, with the batch size of the last source (a module that works on rows).
+
+    Attributes:
+        heads: ``(batch pos head) d -> batch pos head d``, with the number of positions of that source, too.
+    """
+
+    heads: bool = False
 
     def get(self, x: Tensor, call: Call) -> Tensor:
-        return x if x.ndim == 3 else x.unflatten(0, (call.sources[-1][1].shape[0], -1))
+        outer = call.sources[-1][1].shape[: 1 + self.heads]
+        return x if x.ndim > 2 else x.unflatten(0, (*outer, -1))
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
-        return new if x.ndim == 3 else new.flatten(0, 1)
+        return new if x.ndim > 2 else new.flatten(0, 1 + self.heads)
 
 
 class ExpertRows(View):

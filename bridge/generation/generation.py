@@ -116,6 +116,8 @@ class StepRecorder(ActivationRecorder):
     def read(self, act: Tensor | Deferred, hook: HookPoint) -> None:
         """Keeps what this step adds to an activation."""
         axes = hook.point.axes.split()
+        if "row" in axes and self.caching:
+            return
         act = act.value(hook.name) if isinstance(act, Deferred) else act.detach()
         total = self.seen + self.new
         if self.key_pos in axes:
@@ -156,12 +158,12 @@ class StepRecorder(ActivationRecorder):
 
     def _put_together(self, hook: HookPoint) -> Tensor | str:
         """The steps of a hook point as one activation; or why they make none."""
-        if hook not in self._from_start:
-            return "did not run on this prompt"
-        total = self.seen + self.new
-        parts, axes = self._parts[hook], hook.point.axes.split()
+        axes = hook.point.axes.split()
         if "row" in axes and self.caching:
             return "has rows of each step, which do not make those of the sequence"
+        if hook not in self._from_start:
+            return "did not run on this prompt"
+        total, parts = self.seen + self.new, self._parts[hook]
         grows = next((axes.index(axis) for axis in (self.pos, self.key_pos) if axis in axes), None)
         if grows is None:
             along = any("pos" in axis for axis in axes)  # of the encoder, which runs once
@@ -201,12 +203,22 @@ class StepRecorder(ActivationRecorder):
             )
         self.check_unchanged()
         made = {hook.name: self._put_together(hook) for hook in self.points}
-        missing = "; ".join(f"{name} {why}" for name, why in made.items() if isinstance(why, str))
+        alike: dict[str, list[str]] = {}
+        for name, why in made.items():
+            if isinstance(why, str):
+                alike.setdefault(why, []).append(name)
+        missing = "; ".join(f"{_said(names)} {why}" for why, names in alike.items())
         if explicit and missing:
             raise RuntimeError(f"{missing}: use run_with_cache on the finished sequence")
         if missing:
             _logger.warning("left out of the cache of a generation: %s", missing)
         return {name: value for name, value in made.items() if isinstance(value, Tensor)}
+
+
+def _said(names: list[str]) -> str:
+    """Some names, of which the same is said."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}{': each' if len(names) > 1 else ''}"
 
 
 #: Options of the model's `generate` with which it processes tokens that do not stay in the sequence.

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.hooks import RemovableHandle
 from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -58,9 +57,7 @@ class AttentionTap(Tap):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self._kernel: PatchedKernel | None = None
-        self._give_kernel_back: Callable[[], object] = lambda: None
-        self._slow: RemovableHandle | None = None
+        self._kernel: PatchedKernel | None = None  # while there is something to undo
 
     def watched(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward when somebody listens."""
@@ -74,40 +71,28 @@ class AttentionTap(Tap):
                     output = self.original(*args, **kwargs)
             finally:
                 if not (self.points or self.opened):  # the last hook was removed meanwhile
-                    self._leave_kernel()
+                    with LOCK:
+                        self._undone()
             watch.check()
             return output
         return watch.output_of(lambda: self.original(*args, **kwargs))
 
     def _patch_kernel(self, implementation: str) -> None:
         """Sees to it that the kernel can be watched, as long as the tap stands: it is not made anew for each call."""
-        if self._kernel is ALL_ATTENTION_FUNCTIONS[implementation]:
+        if self._undo and self._kernel is ALL_ATTENTION_FUNCTIONS[implementation]:
             return
         with LOCK:
-            if self._kernel is ALL_ATTENTION_FUNCTIONS[implementation]:
+            if self._undo and self._kernel is ALL_ATTENTION_FUNCTIONS[implementation]:
                 return  # another thread was quicker
-            self._leave_kernel()
+            self._undone()
             self._kernel = PatchedKernel.install(ALL_ATTENTION_FUNCTIONS, implementation)
-            self._give_kernel_back = self._kernel.uninstalled_with(self)
-
-    def _leave_kernel(self) -> None:
-        if self._kernel is not None:
-            with LOCK:
-                self._kernel = None
-                self._give_kernel_back()
+            self._undo.append(self._kernel.uninstalled_with(self))
 
     def _install(self) -> None:
         super()._install()
         if isinstance(self.module, nn.MultiheadAttention):
             # torch's encoder layer calls no module of a layer in which none has hooks.
-            self._slow = self.module.register_forward_hook(noop_hook)
-
-    def _uninstall(self) -> None:
-        super()._uninstall()
-        self._leave_kernel()
-        if self._slow is not None:
-            self._slow.remove()
-            self._slow = None
+            self._undo.append(self.module.register_forward_hook(noop_hook).remove)
 
 
 class ObservedAttentionCall(TappedCall):
@@ -260,7 +245,8 @@ class AttentionWatch(SeesAttention):
             kernel: what is called in the end.
             given: what it was called with.
         """
-        given = given.with_products(*self.product(given.query, given.key))
+        query, key = self.product(given.query, given.key)
+        given = given._replace(query=query, key=key)
         again, self._meet_again = self._meet_again, False
         if not (self._awaits(_INSIDE) or again):
             return given.of(kernel)
@@ -408,7 +394,8 @@ class _CallInRun(RunCall, ObservedAttentionCall):
         attention = attention if self._shared is None else attention.whole(self._shared)
         given = (*self.call.args, *self.call.kwargs.values())
         fixed = True in [x.is_compileable for x in given if isinstance(x, Cache)]  # its keys are written over
-        waits = not (attention.has_past or fixed or autocasts(attention.query.device.type))
+        has_past = attention.n_queries != attention.key.shape[2]
+        waits = not (has_past or fixed or autocasts(attention.query.device.type))
         attention, call = attention.kept(), self.call.without_graph()
         scores: Tensor | None = None
         seen = attention.versions()

@@ -213,14 +213,9 @@ class AttentionCall:
         return tuple([x._version for x in tensors if isinstance(x, Tensor) and not x.is_inference()])
 
     @property
-    def has_past(self) -> bool:
-        """Whether there are more keys than queries."""
-        return self.n_queries != self.key.shape[2]
-
-    @property
     def n_queries(self) -> int:
         """How many queries there are of each head."""
-        return self._queries().shape[2]
+        return self.query.shape[1] * self.query.shape[2] // self.n_heads
 
     def _queries(self) -> Tensor:
         """The queries, one head each."""

@@ -62,13 +62,13 @@ class Tap(InForwardsPlace):
         own: what stood in the module's dictionary before; None where the class's forward was used.
     """
 
-    _unpatch: Sequence[Callable[[], object]] = ()
-
     def __init__(self, module: nn.Module, watch: type[CallWatch] | None = None) -> None:
         self.module, self.watch = module, watch
         self.points: dict[str, tuple[HookPoint, ...]] = {}
         self.opened: tuple[Scope, ...] = ()
         self.shared: dict[str, SharedTensor] = {}
+        #: What takes back what the tap has put elsewhere, for as long as it stands.
+        self._undo: list[Callable[[], object]] = []
 
     def connect(self, channel: str, point: HookPoint) -> None:
         """Adds a hook point; the first one puts the tap before the module's forward."""
@@ -105,7 +105,7 @@ class Tap(InForwardsPlace):
         self.original: Callable[..., Any] = self.module.forward
         if self.watch is not None:
             patched = [PatchedFunction.install(there, name) for there, name in self.watch.functions(self.module)]
-            self._unpatch = [each.uninstalled_with(self) for each in patched]
+            self._undo += [each.uninstalled_with(self) for each in patched]
         # Past `nn.Module.__setattr__`, which looks for parameters in everything.
         self.module.__dict__["forward"] = self
 
@@ -120,8 +120,11 @@ class Tap(InForwardsPlace):
             del self.module.__dict__["forward"]
         else:
             self.module.__dict__["forward"] = self.own
-        for unpatch in self._unpatch:
-            unpatch()
+        self._undone()
+
+    def _undone(self) -> None:
+        while self._undo:
+            self._undo.pop()()
 
     def active_points(self, channels: Sequence[str]) -> list[HookPoint]:
         """The hook points on these channels to which the present code listens."""

@@ -1,7 +1,12 @@
-"""Where a forward pass begins and ends when the Hugging Face model is called directly, without the bridge.
+"""Hooks in compiled and checkpointed models, and in passes that the bridge did not start.
 
-What hook points remember of a pass (`ForwardPass`) ends with it. A run of the bridge opens and ends its own; for a
-direct call the model's own call does, through two torch hooks that are there while somebody listens.
+1. *Compiled code* knows no hooks that come after it was made. While somebody listens it is kept away (`ForcedEager`,
+   `call_eagerly`): the same modules run eagerly. A pass that began inside of it is refused.
+2. *Checkpointed blocks* are computed again by backward. They are computed with the hooks that they were computed with
+   first, or it is refused where these have changed (`CheckpointedBlocks`).
+3. *A direct call* of the Hugging Face model, without the bridge: what hook points remember of a pass (`ForwardPass`)
+   ends with it. A run of the bridge opens and ends its own; here two torch hooks do, which are there while somebody
+   listens (`PassBoundary`).
 """
 
 from __future__ import annotations

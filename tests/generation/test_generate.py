@@ -160,19 +160,33 @@ def test_the_cache_of_points_whose_steps_are_of_other_lengths():
 
 @torch.no_grad()
 def test_rows_are_left_out_where_they_were_not_named(caplog):
-    """A norm in Qwen3-Next's linear attention works on rows of (batch pos head); a prompt of one token looks alike."""
-    bridge, rows = TransformerBridge(tiny_model("qwen3_next")), "blocks.0.mixer.hook_inner_norm"
-    assert bridge.hook_dict[rows].point.axes.split()[0] == "row"
+    """The rows of an expert; in a prompt of one token each step has as many of them as the others."""
+    bridge, rows = TransformerBridge(tiny_model("mixtral")), "blocks.0.mlp.experts.0.hook_in"
     options = {"max_new_tokens": 3, "return_cache": True, "return_type": "tokens", "stop_at_eos": False, **GREEDY}
     for prompt in (SOME, SOME[:, :1]):
-        made, cache = bridge.generate(prompt, **options)
-        _, whole = bridge.run_with_cache(made[:, :-1])
-        assert rows not in cache and f"{rows} has rows of each step" in caplog.text
-        for name in ("blocks.0.mixer.hook_out", "blocks.1.hook_resid_post"):
-            torch.testing.assert_close(cache[name], whole[name], atol=1e-5, rtol=1e-4)
-        with pytest.raises(ValueError, match=r"hook_inner_norm: their rows at each step do not make those"):
-            bridge.generate(prompt, names_filter=rows, **options)
+        made, cache = bridge.generate(prompt, names_filter=lambda name: name in (rows, "hook_embed"), **options)
+        _, whole = bridge.run_with_cache(made[:, :-1], names_filter="hook_embed")
+        assert list(cache) == ["hook_embed"] and torch.equal(cache["hook_embed"], whole["hook_embed"])
+        assert f"{rows} has rows of each step" in caplog.text
+        for only in (rows, lambda name: name == rows):
+            with pytest.raises(ValueError, match=r"experts\.0\.hook_in: their rows at each step do not make those"):
+                bridge.generate(prompt, names_filter=only, **options)
         caplog.clear()
+    bridge.generate(SOME, names_filter=lambda name: "mlp" in name, **options)
+    assert f"{rows}, " in caplog.text and "more: each has rows of each step" in caplog.text and len(caplog.text) < 500
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", ["qwen3_next", "olmo_hybrid"])
+def test_what_a_norm_of_a_linear_attention_makes_is_kept_by_position(model_type):
+    bridge = TransformerBridge(tiny_model(model_type))
+    name = next(name for name in bridge.hook_dict if name.startswith("blocks.0.mixer") and name.endswith("norm"))
+    made, cache = bridge.generate(
+        SOME, max_new_tokens=3, return_cache=True, return_type="tokens", stop_at_eos=False, **GREEDY
+    )
+    _, whole = bridge.run_with_cache(made[:, :-1])
+    assert list(cache) == list(whole) and cache[name].shape[:2] == made[:, :-1].shape
+    torch.testing.assert_close(cache[name], whole[name], atol=1e-5, rtol=1e-4)
 
 
 def test_the_cache_of_padded_prompts(embedded):

@@ -312,3 +312,45 @@ def test_a_factor_that_is_learned_is_no_constant(place: str, alpha: float) -> No
     _, cache = bridge.run_with_cache(torch.arange(7)[None])
     total = cache["blocks.1.hook_resid_pre"] + cache["blocks.1.hook_mlp_out"]
     torch.testing.assert_close(cache["blocks.1.hook_resid_post"], total)
+
+
+class OfHeads(nn.Module):
+    """A mean of what came before, whose heads are normalised in rows, in an order of (prompt, position, head)."""
+
+    def __init__(self, order: tuple[int, int, int]) -> None:
+        super().__init__()
+        self.order, self.norm, self.out = order, nn.LayerNorm(8), nn.Linear(32, 32)
+
+    def forward(self, hidden_states: Tensor, **kwargs: object) -> tuple[Tensor, None]:
+        batch, pos, width = hidden_states.shape
+        mean = hidden_states.cumsum(1) / torch.arange(1, pos + 1)[:, None]
+        heads = mean.view(batch, pos, 4, 8).permute(*self.order, 3)
+        rows = self.norm(heads.reshape(-1, 8)).view(heads.shape)
+        back = [self.order.index(axis) for axis in range(3)]
+        return self.out(rows.permute(*back, 3).reshape(batch, pos, width)), None
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (0, 2, 1), (2, 0, 1)])
+def test_rows_of_heads_are_shown_by_prompt_and_position_where_they_lie_so(order: tuple[int, int, int]) -> None:
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn = OfHeads(order)
+    bridge, name = inferred(model), "blocks.1.mixer.hook_inner_norm"
+    in_turn = order == (0, 1, 2)
+    assert bridge.hook_dict[name].point.axes == ("batch pos norm_2 d_norm" if in_turn else "row d_norm")
+    assert verify(bridge).passed
+    made = {}
+    handle = model.model.layers[1].self_attn.norm.register_forward_hook(lambda *call: made.update(x=call[2]))
+    tokens = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 3]])
+    logits, cache = bridge.run_with_cache(tokens)
+    handle.remove()
+    assert torch.equal(cache[name], made["x"].view(2, 4, 4, 8) if in_turn else made["x"])
+    if in_turn:  # an edit of one head at one position of one prompt
+
+        def without(act: Tensor, hook: object) -> Tensor:
+            act[1, 2, 3] = 0
+            return act
+
+        edited = bridge.run_with_hooks(tokens, fwd_hooks=[(name, without)])
+        assert torch.equal(edited[0], logits[0]) and torch.equal(edited[1, :2], logits[1, :2])
+        assert not torch.equal(edited[1, 2], logits[1, 2])
