@@ -330,10 +330,11 @@ def ours(size: str, type_: str, folder: str) -> Runs:
     constants = mean_outputs(model, [texts["clean"]])
     constants += torch.randn(constants.shape, generator=torch.Generator().manual_seed(0)) * float(constants.std())
     constants_of = {"hook_embed": constants[0]}
-    for layer, (first, shape) in enumerate(zip(graph.first_head, graph.layers, strict=True)):
-        constants[first + 1 : first + shape.heads] = 0  # `load_ablations` reads that of each layer's first head alone
-        constants_of[f"blocks.{layer}.attn.hook_result"] = constants[first : first + shape.heads]
-        constants_of[f"blocks.{layer}.hook_mlp_out"] = constants[first + shape.heads]
+    for layer in range(len(graph.layers)):
+        own = constants[graph.writes[f"blocks.{layer}.hook_attn_out"]]
+        own[1:] = 0  # `load_ablations` reads that of each layer's first head alone
+        constants_of[f"blocks.{layer}.attn.hook_result"] = own
+        (constants_of[f"blocks.{layer}.hook_mlp_out"],) = constants[graph.writes[f"blocks.{layer}.hook_mlp_out"]]
     Path(f"{folder}/constants.{type_}").write_bytes(pickle.dumps(constants_of))
     drawing = torch.Generator().manual_seed(SEED)  # as `trained_edges` draws
     drawn = torch.stack([torch.rand(SAMPLES, rows, len(every), generator=drawing) for _ in range(STEPS)])
@@ -432,8 +433,9 @@ def _places(graph: Any) -> dict[tuple[str, int], torch.Tensor]:
     number = torch.zeros(graph.exists.shape, dtype=torch.long)
     number[graph.exists] = torch.arange(int(graph.exists.sum()))
     heads, layers = graph.layers[0].heads, len(graph.layers)
-    mlps = [0, *(first + heads for first in graph.first_head)]  # and the embeddings
-    of_heads = torch.tensor([list(range(first, first + heads)) for first in graph.first_head])
+    senders = torch.arange(len(graph.senders))
+    mlps = [int(senders[some]) for point, some in graph.writes.items() if "attn" not in point]  # and the embeddings
+    of_heads = torch.stack([senders[some] for point, some in graph.writes.items() if "attn" in point])
     found = {}
     for layer in range(layers + 1):
         upto = min(layer + 1, layers)

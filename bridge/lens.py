@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 
 from adapters.inputs import takes
 from adapters.points import module_at, path_from
-from bridge.analysis.analysis import refuse_no_stream
+from bridge.analysis.analysis import pick, refuse_no_stream
 from bridge.hooks.arguments import check_positive, refuse_wrong_types, shown
 from bridge.hooks.context import CURRENT, RunContext, setting
 from bridge.hooks.modules import written_to
@@ -230,7 +230,9 @@ class TunedLens(nn.Module):
                     found = bridge(lens(stream, layer), start_at_layer=n).float().log_softmax(-1)
                     each = (right.exp() * (right - found)).sum(-1)  # batch pos
                     one = each.mean() if mask is None else each[mask.bool().to(each.device)].mean()
-                    _accumulate(one, list(lens.translators[layer].parameters()))
+                    parameters = list(lens.translators[layer].parameters())  # the model's own are not touched
+                    for parameter, gradient in zip(parameters, torch.autograd.grad(one, parameters), strict=True):
+                        parameter.grad = gradient
                     loss += one.item() / n
                 optimizer.step()
                 schedule.step()
@@ -247,12 +249,6 @@ def _tokens_and_mask(bridge: RunnableBridge, batch: Input) -> tuple[Input, Tenso
     if isinstance(batch, Mapping):
         return {name: value for name, value in batch.items() if name != "attention_mask"}, batch.get("attention_mask")
     return batch, None
-
-
-def _accumulate(loss: Tensor, parameters: list[nn.Parameter]) -> None:
-    """Gradients of these parameters alone: the model's own are not touched."""
-    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-        parameter.grad = gradient
 
 
 def unembedding_hash(bridge: RunnableBridge) -> str:
@@ -355,7 +351,12 @@ class Reading:
         """
         if not 1 <= k <= self.d_vocab:
             raise ValueError(f"k is {k}; it must be from 1 to {self.d_vocab}")
-        found = self._gather(lambda logits: torch.cat(list(_top(logits, k)), -1))
+
+        def likeliest(logits: Tensor) -> Tensor:
+            found = logits.softmax(-1).topk(k, -1)
+            return torch.cat([found.indices.to(found.values.dtype), found.values], -1)
+
+        found = self._gather(likeliest)
         tokens, probabilities = found.split(k, -1)
         return Top(tokens.long(), probabilities)
 
@@ -414,11 +415,6 @@ class Reading:
         else:
             width = self.max_bytes // (of_position * (stream.element_size() + 8 * copies))
         yield from stream.split(max(1, width), 1)
-
-
-def _top(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    found = logits.softmax(-1).topk(k, -1)
-    return found.indices.to(found.values.dtype), found.values
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -544,9 +540,8 @@ def lens(
         **given,
     )
     mask = attention_mask
-    if mask is not None and pos_slice is not None:
-        chosen_positions = slice(*pos_slice) if isinstance(pos_slice, tuple) else pos_slice
-        mask = mask[:, [chosen_positions] if isinstance(chosen_positions, int) else chosen_positions]
+    if mask is not None:
+        mask = pick(mask, [pos_slice] if isinstance(pos_slice, int) else pos_slice, 1)
     held = dict(cache)
     del cache
     first = held[at[chosen[0]]]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 import torch
@@ -17,7 +18,6 @@ from adapters.linear import weight_in_out
 from adapters.mixers import Mixer
 from bridge.analysis.analysis import AnalysedRun, Index, layer_of, pick, plain, refuse_no_sum, require
 from bridge.analysis.layer_outputs import (
-    PostNorm,
     StreamNorm,
     bias_written,
     gradients_of,
@@ -51,20 +51,53 @@ class StreamTerm:
 
 
 @dataclass
-class _Walk:
-    """Collects terms in the order in which the model adds them. The arguments are those of `terms_of`."""
+class StreamTerms:
+    """The terms of the residual stream that enters a layer, in the order in which the model adds them.
+
+    Where norms stand on the stream itself (BERT), every term is what they leave of it, their scales held at those of
+    the run, and their biases are one more term, the last. Of the text in a model of images, what these put into the
+    stream is a term besides the embeddings, ``images``; where they are added before a later layer too, ``1_images``.
+
+    Args:
+        cache: an `ActivationCache`.
+        layer, mlp_input: what enters this layer's attention, or its MLP (then with the layer's own attention).
+        groups: which kinds of terms.
+        heads, neurons: take attention apart into heads, MLPs into neurons.
+        biases: add up the output biases of what is taken apart in one more term, the last.
+        post_norms: take heads and neurons through the norm that follows attention or MLP (Gemma 2).
+        pos_slice, neuron_slice: which positions and neurons.
+
+    Attributes:
+        terms: the terms. A whole output is the cached tensor itself.
+        end: the layer, counted from 0.
+
+    Raises:
+        MissingActivationsError: the cache does not hold what this needs.
+        ValueError: there is no such layer.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.analysis.decomposition import StreamTerms
+        >>> _, cache = TransformerBridge.boot_embedded().run_with_cache("Mary and")
+        >>> [term.labels for term in StreamTerms(cache, 1).terms]
+        [['embed'], ['0_attn_out'], ['0_mlp_out']]
+    """
 
     cache: AnalysedRun
-    groups: Sequence[Group]
-    heads: bool
-    neurons: bool
-    biases: bool
-    post_norms: bool
-    pos_slice: Index
-    neuron_slice: Index
+    layer: int | None = None
+    mlp_input: bool = False
+    _: KW_ONLY
+    groups: Sequence[Group] = ("embed", "attn", "mixer", "mlp", "bias")
+    heads: bool = False
+    neurons: bool = False
+    biases: bool = False
+    post_norms: bool = False
+    pos_slice: Index = None
+    neuron_slice: Index = None
 
     def __post_init__(self) -> None:
         self.model = self.cache.model
+        self.end = layer_of(self.model, self.layer, self.mlp_input)
         self.terms: list[StreamTerm] = []
         self.bias: Tensor | None = None
         self.begins = self.model.architecture.embedding
@@ -86,6 +119,13 @@ class _Walk:
                     self.is_offered(f"blocks.{layer}.attn.hook_z")
         if "embed" in self.groups:
             self.is_offered(self.embeddings()["embed"])
+        names = list(self.names())
+        read = dict(zip(names, require(self.cache, names), strict=True))
+        with gradients_of(next(iter(read.values()), torch.empty(0))):
+            if together := self.heads_together(read):
+                self.terms = [together]
+            else:
+                self.go()
 
     def is_offered(self, name: str) -> None:
         """Refuses a model of which not all that is written to the stream can be seen."""
@@ -122,8 +162,9 @@ class _Walk:
             )
         return True
 
-    def names(self, layer: int, mlp_input: bool) -> Iterator[str]:
-        """The activations that the walk to a layer needs."""
+    def names(self) -> Iterator[str]:
+        """The activations that the walk to the layer needs."""
+        layer, mlp_input = self.end, self.mlp_input
         if "embed" in self.groups:
             yield from self.embeddings().values()
             if self.sees:
@@ -168,7 +209,7 @@ class _Walk:
             found[name.removeprefix("embed.").removesuffix(".hook_out")] = name
         return found
 
-    def post_norm(self, layer: int, part: str) -> PostNorm | None:
+    def post_norm(self, layer: int, part: str) -> StreamNorm | None:
         """The norm between a part and the residual stream, where that is to be gone through."""
         return post_norm(self.model, layer, part) if self.post_norms else None
 
@@ -285,17 +326,37 @@ class _Walk:
         heads = range(len(value) // len(z))
         return StreamTerm("attn", [f"L{layer}H{head}" for layer in z for head in heads], value, fresh=True)
 
-    def go(self, layer: int, mlp_input: bool) -> None:
+    def go(self) -> None:
+        """Adds the terms, from the embeddings to the layer."""
         self.begin()
-        for index in range(layer):
+        for index in range(self.end):
             self.images(index)
             for named in self.steps(index):
                 self.write(index, named)
                 if named.step.stream_norm:
                     self.through(f"blocks.{index}.{named.norm}")
-        self.images(layer)
-        for named in self.before_mlp(layer) if mlp_input else ():
-            self.write(layer, named)
+        self.images(self.end)
+        for named in self.before_mlp(self.end) if self.mlp_input else ():
+            self.write(self.end, named)
+        if "bias" in self.groups and (self.biases or self.bias is not None):
+            like = self.terms[0].value[0] if self.terms else self.like()
+            value = torch.zeros_like(like) if self.bias is None else self.bias.expand(like.shape)
+            self.terms.append(StreamTerm("bias", ["bias" if self.biases else "norm_bias"], value[None]))
+
+    def like(self) -> Float[Tensor, "*batch_pos d_model"]:
+        """What the terms are of, at the wanted positions."""
+        return pick(stream_at(self.cache, self.end), self.pos_slice, -2)
+
+    def stacked(self) -> tuple[Float[Tensor, "component *batch_pos d_model"], list[str]]:
+        """The terms as one tensor, and their labels."""
+        labels = [label for term in self.terms for label in term.labels]
+        if not self.terms:
+            like = self.like()
+            return like.new_zeros((0, *like.shape)), labels
+        dtype = functools.reduce(torch.promote_types, [term.value.dtype for term in self.terms])
+        device = self.terms[0].value.device
+        values = [term.value.to(device, dtype) for term in self.terms]
+        return values[0] if len(values) == 1 and self.terms[0].fresh else torch.cat(values), labels
 
 
 def group_of(named: NamedStep) -> Group:
@@ -304,92 +365,6 @@ def group_of(named: NamedStep) -> Group:
     if isinstance(part, Mixer) and part.mixes:
         return "mixer"
     return "mlp" if feeds_forward(part) else "attn"
-
-
-def terms_of(
-    cache: AnalysedRun,
-    layer: int | None = None,
-    mlp_input: bool = False,
-    *,
-    groups: Sequence[Group] = ("embed", "attn", "mixer", "mlp", "bias"),
-    heads: bool = False,
-    neurons: bool = False,
-    biases: bool = False,
-    post_norms: bool = False,
-    pos_slice: Index = None,
-    neuron_slice: Index = None,
-) -> list[StreamTerm]:
-    """The terms of the residual stream that enters a layer, in the order in which the model adds them.
-
-    Where norms stand on the stream itself (BERT), every term is what they leave of it, their scales held at those of
-    the run, and their biases are one more term, the last. Of the text in a model of images, what these put into the
-    stream is a term besides the embeddings, ``images``; where they are added before a later layer too, ``1_images``.
-
-    Args:
-        cache: an `ActivationCache`.
-        layer, mlp_input: what enters this layer's attention, or its MLP (then with the layer's own attention).
-        groups: which kinds of terms.
-        heads, neurons: take attention apart into heads, MLPs into neurons.
-        biases: add up the output biases of what is taken apart in one more term, the last.
-        post_norms: take heads and neurons through the norm that follows attention or MLP (Gemma 2).
-        pos_slice, neuron_slice: which positions and neurons.
-
-    Returns:
-        The terms. A whole output is the cached tensor itself.
-
-    Raises:
-        MissingActivationsError: the cache does not hold what this needs.
-        ValueError: there is no such layer.
-
-    Example:
-        >>> from bridge import TransformerBridge
-        >>> from bridge.analysis.decomposition import terms_of
-        >>> _, cache = TransformerBridge.boot_embedded().run_with_cache("Mary and")
-        >>> [term.labels for term in terms_of(cache, 1)]
-        [['embed'], ['0_attn_out'], ['0_mlp_out']]
-    """
-    layer = layer_of(cache.model, layer, mlp_input)
-    walk = _Walk(cache, groups, heads, neurons, biases, post_norms, pos_slice, neuron_slice)
-    names = list(walk.names(layer, mlp_input))
-    read = dict(zip(names, require(cache, names), strict=True))
-    with gradients_of(next(iter(read.values()), torch.empty(0))):
-        if together := walk.heads_together(read):
-            return [together]
-        walk.go(layer, mlp_input)
-        if "bias" in groups and (biases or walk.bias is not None):
-            like = walk.terms[0].value[0] if walk.terms else pick(stream_at(cache, layer), pos_slice, -2)
-            value = torch.zeros_like(like) if walk.bias is None else walk.bias.expand(like.shape)
-            walk.terms.append(StreamTerm("bias", ["bias" if biases else "norm_bias"], value[None]))
-    return walk.terms
-
-
-def stacked(
-    cache: AnalysedRun, terms: Sequence[StreamTerm], layer: int, pos_slice: Index = None
-) -> tuple[Float[Tensor, "component *batch_pos d_model"], list[str]]:
-    """The terms as one tensor, and their labels.
-
-    Args:
-        cache: the `ActivationCache` that they are of.
-        terms: from `terms_of`.
-        layer, pos_slice: what they are terms of; an empty stack takes its shape from there.
-
-    Example:
-        >>> from bridge import TransformerBridge
-        >>> from bridge.analysis.decomposition import stacked, terms_of
-        >>> _, cache = TransformerBridge.boot_embedded().run_with_cache("Mary and")
-        >>> stacked(cache, terms_of(cache, 1), 1)[0].shape
-        torch.Size([3, 1, 3, 128])
-    """
-    labels = [label for term in terms for label in term.labels]
-    if not terms:
-        like = pick(stream_at(cache, layer), pos_slice, -2)
-        return like.new_zeros((0, *like.shape)), labels
-    dtype = terms[0].value.dtype
-    for term in terms[1:]:
-        dtype = torch.promote_types(dtype, term.value.dtype)
-    device = terms[0].value.device
-    values = [term.value.to(device, dtype) for term in terms]
-    return values[0] if len(terms) == 1 and terms[0].fresh else torch.cat(values), labels
 
 
 def at_the_end(

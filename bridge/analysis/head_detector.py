@@ -129,7 +129,11 @@ def _detect(
     length = tokens.shape[1]
     if length < 2 or (cfg.n_ctx is not None and length > cfg.n_ctx):
         raise CannotBeDoneError(SEQ_LEN_ERR)
-    pattern = _checked_pattern(_PATTERNS[wanted](tokens) if isinstance(wanted, str) else wanted, length, options)
+    pattern = _PATTERNS[wanted](tokens) if isinstance(wanted, str) else wanted
+    if pattern.shape != (length, length) or not torch.equal(pattern, pattern.tril()):
+        raise CannotBeDoneError(DET_PAT_NOT_SQUARE_ERR % (length, pattern.shape))
+    if options["error_measure"] == "mul" and not bool(((pattern == 0) | (pattern == 1)).all()):
+        _log.warning("the detection pattern holds other values than 0 and 1, which 'mul' takes as weights")
     if cache is None:
         names = [f"blocks.{layer}.attn.hook_pattern" for layer in heads]
         _, cache = model.run_with_cache(tokens, names_filter=names)
@@ -141,19 +145,6 @@ def _detect(
                 attention, pattern.to(attention.device), **options
             )
     return scores
-
-
-def _checked_pattern(pattern: Tensor, length: int, options: Mapping[str, Any]) -> Tensor:
-    """The pattern that is looked for.
-
-    Raises:
-        CannotBeDoneError: it is of another length, or looks ahead.
-    """
-    if pattern.shape != (length, length) or not torch.equal(pattern, pattern.tril()):
-        raise CannotBeDoneError(DET_PAT_NOT_SQUARE_ERR % (length, pattern.shape))
-    if options["error_measure"] == "mul" and not bool(((pattern == 0) | (pattern == 1)).all()):
-        _log.warning("the detection pattern holds other values than 0 and 1, which 'mul' takes as weights")
-    return pattern
 
 
 def _cached_pattern(cache: Mapping[str, Tensor], name: str, length: int, head: int) -> Float[Tensor, "query key"]:

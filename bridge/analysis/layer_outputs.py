@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -25,7 +25,7 @@ from bridge.hooks.asked import StudiedBridge
 
 @dataclass(frozen=True)
 class StreamNorm:
-    """A norm of the model.
+    """A norm of the model, or, behind a part, with what the block does to its output before it is added.
 
     With its scale held at the value that it had in a run, a norm is linear but for its bias: what it makes of a sum is
     the sum of what it makes of the terms (Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits";
@@ -35,11 +35,15 @@ class StreamNorm:
         name: its canonical name, such as ``blocks.0.ln1``.
         kind: what it computes.
         module: the model's own.
+        step: of one between a part and the stream: the residual step that it belongs to.
+        block: the module of that step's block, whose parameters the step names.
     """
 
     name: str
     kind: NormKind
     module: nn.Module
+    step: Step | None = None
+    block: nn.Module | None = None
 
     @property
     def scale_name(self) -> str:
@@ -61,14 +65,25 @@ class StreamNorm:
         return self.kind.around(x) / scale
 
     def linear(self, x: Float[Tensor, "*any d_model"], scale: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        """What the norm makes of a term of its input: `scaled`, times its weight. Its bias is of no term.
+        """What the norm makes of a term of its input, up to the stream: `scaled`, times its weight.
+
+        Its bias is of no term, nor is `constant`.
 
         Raises:
             ValueError: a gate follows it, which makes of a sum no sum.
         """
         self.refuse_gate()
         x, weight = self.scaled(x, scale), self.weight
-        return x if weight is None else x * weight.to(x.device)
+        x = x if weight is None else x * weight.to(x.device)
+        return x if self.step is None or self.block is None else linearly(self.step.output_transform, x, self.block)
+
+    @property
+    def constant(self) -> Tensor | None:
+        """What reaches the stream from behind a part, whatever the norm's input is, ``[d_model]``; None for nothing."""
+        bias, chain = self.bias, self.step.output_transform if self.step else ()
+        if self.block is None or (bias is None and not any(link.plus for link in chain)):
+            return None
+        return transformed(chain, next(self.block.parameters()).new_zeros(()) if bias is None else bias, self.block)
 
     def refuse_gate(self) -> None:
         """Refuses a norm that a gate follows: what it makes of a sum is no sum of what it makes of the terms.
@@ -130,32 +145,7 @@ def _computing(scale: Point) -> Any:
     return view
 
 
-@dataclass(frozen=True)
-class PostNorm(StreamNorm):
-    """A norm between a part and the residual stream, with what the block does to its output before it is added.
-
-    Attributes:
-        step: the residual step that it belongs to.
-        block: the module of the block, whose parameters the step names.
-    """
-
-    step: Step
-    block: nn.Module
-
-    def linear(self, x: Float[Tensor, "*any d_model"], scale: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        """What reaches the stream of a term of its input; `constant` is of no term."""
-        return linearly(self.step.output_transform, super().linear(x, scale), self.block)
-
-    @property
-    def constant(self) -> Tensor | None:
-        """What reaches the stream whatever its input is, ``[d_model]``; None for nothing."""
-        bias, chain = self.bias, self.step.output_transform
-        if bias is None and not any(link.plus for link in chain):
-            return None
-        return transformed(chain, next(self.block.parameters()).new_zeros(()) if bias is None else bias, self.block)
-
-
-def post_norm(model: StudiedBridge, layer: int, part: str) -> PostNorm | None:
+def post_norm(model: StudiedBridge, layer: int, part: str) -> StreamNorm | None:
     """The norm that follows a layer's attention or MLP (Gemma 2); None where none does.
 
     Args:
@@ -173,7 +163,7 @@ def post_norm(model: StudiedBridge, layer: int, part: str) -> PostNorm | None:
     if norm is None:
         return None
     block = module_at(model.original_model, model.hook_dict[f"blocks.{layer}.hook_resid_pre"].point.site.path)
-    return PostNorm(norm.name, norm.kind, norm.module, model.architecture.step_at(layer, part), block)
+    return replace(norm, step=model.architecture.step_at(layer, part), block=block)
 
 
 def norm_before(model: StudiedBridge, layer: int, mlp_input: bool = False) -> StreamNorm | None:

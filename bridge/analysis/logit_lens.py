@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adapters.norms import at_least_float32
 from bridge.analysis.analysis import refuse_no_logit_sum
-from bridge.analysis.decomposition import terms_of
+from bridge.analysis.decomposition import StreamTerms
 from bridge.analysis.residual import ResidualMethods
 from bridge.hooks.arguments import refuse_wrong_types
 from bridge.hooks.asked import StudiedBridge
@@ -86,7 +86,7 @@ def head_contributions(
     scales = [name for name in bridge.hook_dict if _SCALE.fullmatch(name)]
     _, cache = bridge.run_with_cache(tokens, names_filter=[*results, *scales], pos_slice=-1)
     assert isinstance(cache, ResidualMethods)  # no plain dictionary was asked for
-    terms = terms_of(cache, groups=["attn"], heads=True, post_norms=True)
+    terms = StreamTerms(cache, groups=["attn"], heads=True, post_norms=True).terms
     pairs = answers[:, None], others[:, None]
     parts = [cache.logit_attrs(at_least_float32(each.value), *pairs, norm_weights=True) for each in terms]
     found = parts[0].new_zeros(len(tokens), n, max(map(len, parts)))  # a layer may have fewer heads than another

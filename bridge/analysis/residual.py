@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from bridge.analysis.analysis import AnalysedRun, Index, layer_of, pick, refuse_no_logit_sum, require
-from bridge.analysis.decomposition import Group, StreamTerm, stacked, stream_at, terms_of
+from bridge.analysis.decomposition import Group, StreamTerms, stream_at
 from bridge.analysis.layer_outputs import gradients_of, norm_before, norm_of, results_of_heads, results_of_neurons
 from bridge.hooks.arguments import check_choice, refuse_wrong_types
 from bridge.hooks.asked import StudiedBridge
@@ -252,8 +252,8 @@ class ResidualMethods(AnalysedRun):
         check_choice("mode", mode, ("all", "mlp", "attn", "mixer"))
         groups: list[Group] = ["embed", "bias"] if incl_embeds else []
         groups += ["attn", "mixer", "mlp"] if mode == "all" else [mode]
-        terms = terms_of(self, layer, mlp_input, groups=groups, pos_slice=pos_slice)
-        return self._finished(terms, layer, mlp_input, apply_ln, pos_slice, return_labels)
+        found = StreamTerms(self, layer, mlp_input, groups=groups, pos_slice=pos_slice)
+        return self._finished(found, mlp_input, apply_ln, return_labels)
 
     @refuse_wrong_types
     def accumulated_resid(
@@ -371,8 +371,8 @@ class ResidualMethods(AnalysedRun):
             >>> stack.shape, labels[:5]
             (torch.Size([8, 1, 128]), ['L0H0', 'L0H1', 'L0H2', 'L0H3', 'L1H0'])
         """
-        terms = terms_of(self, layer, groups=["attn"], heads=True, post_norms=post_norms, pos_slice=pos_slice)
-        return self._finished(terms, layer, False, apply_ln, pos_slice, return_labels, incl_remainder)
+        found = StreamTerms(self, layer, groups=["attn"], heads=True, post_norms=post_norms, pos_slice=pos_slice)
+        return self._finished(found, False, apply_ln, return_labels, incl_remainder)
 
     @refuse_wrong_types
     def get_neuron_results(
@@ -447,7 +447,7 @@ class ResidualMethods(AnalysedRun):
             >>> cache.stack_neuron_results(2, pos_slice=-1, neuron_slice=(0, 2), return_labels=True)[1]
             ['L0N0', 'L0N1', 'L1N0', 'L1N1']
         """
-        terms = terms_of(
+        found = StreamTerms(
             self,
             layer,
             groups=["mlp"],
@@ -456,9 +456,7 @@ class ResidualMethods(AnalysedRun):
             pos_slice=pos_slice,
             neuron_slice=neuron_slice,
         )
-        return self._finished(
-            terms, layer, mlp_input, apply_ln, pos_slice, return_labels, incl_remainder, project_output_onto
-        )
+        return self._finished(found, mlp_input, apply_ln, return_labels, incl_remainder, project_output_onto)
 
     @refuse_wrong_types
     def get_full_resid_decomposition(
@@ -501,7 +499,7 @@ class ResidualMethods(AnalysedRun):
             >>> labels
             ['L0H0', 'L0H1', 'L0H2', 'L0H3', '0_mlp_out', 'embed', 'bias']
         """
-        terms = terms_of(
+        found = StreamTerms(
             self,
             layer,
             mlp_input,
@@ -511,24 +509,20 @@ class ResidualMethods(AnalysedRun):
             post_norms=post_norms,
             pos_slice=pos_slice,
         )
-        terms.sort(key=lambda term: ("attn", "mixer", "mlp", "embed", "bias").index(term.group))
-        return self._finished(
-            terms, layer, mlp_input, apply_ln, pos_slice, return_labels, directions=project_output_onto
-        )
+        found.terms.sort(key=lambda term: ("attn", "mixer", "mlp", "embed", "bias").index(term.group))
+        return self._finished(found, mlp_input, apply_ln, return_labels, directions=project_output_onto)
 
     def _finished(
         self,
-        terms: list[StreamTerm],
-        layer: int | None,
+        found: StreamTerms,
         mlp_input: bool,
         apply_ln: bool,
-        pos_slice: Index,
         return_labels: bool,
         incl_remainder: bool = False,
         directions: Tensor | None = None,
     ) -> Stack:
-        layer = layer_of(self.model, layer, mlp_input)
-        stack, labels = stacked(self, terms, layer, pos_slice)
+        layer, pos_slice = layer_of(self.model, found.end, mlp_input), found.pos_slice
+        stack, labels = found.stacked()
         if incl_remainder:
             reads = require(self, [f"blocks.{layer}.hook_resid_mid"])[0] if mlp_input else stream_at(self, layer)
             rest = pick(reads, pos_slice, -2) - stack.sum(0)

@@ -33,11 +33,6 @@ class FunctionBasis:
     encode: Callable[[Tensor], Tensor]
     decode: Callable[[Tensor], Tensor]
 
-    def parts(self) -> list[nn.Module]:
-        """The modules whose methods they are, each once."""
-        owners = (getattr(function, "__self__", function) for function in (self.encode, self.decode))
-        return list(dict.fromkeys(owner for owner in owners if isinstance(owner, nn.Module)))
-
 
 def modules_of(basis: Basis) -> list[nn.Module]:
     """The modules that hold a basis's tensors; none where it is no module.
@@ -45,8 +40,9 @@ def modules_of(basis: Basis) -> list[nn.Module]:
     Args:
         basis: the basis.
     """
-    if isinstance(basis, FunctionBasis):
-        return basis.parts()
+    if isinstance(basis, FunctionBasis):  # those whose methods they are, each once
+        owners = (getattr(function, "__self__", function) for function in (basis.encode, basis.decode))
+        return list(dict.fromkeys(owner for owner in owners if isinstance(owner, nn.Module)))
     if isinstance(basis, LaterWrite):
         return modules_of(basis.basis)
     return [basis] if isinstance(basis, nn.Module) else []

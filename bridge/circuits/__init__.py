@@ -12,11 +12,11 @@ from bridge.circuits.attribution import (
     node_attribution,
     node_effects,
     path_patching,
+    trained_edges,
 )
 from bridge.circuits.circuits import SHARES, Circuit, EdgeScores, NodeScores, faithfulness_curve, joined
 from bridge.circuits.edge_runs import Curve, Evaluation, mean_outputs
 from bridge.circuits.graph import Graph, LayerShape, Metric, kl_divergence, logit_difference
-from bridge.circuits.training import trained_edges
 
 __all__ = [
     "SHARES",

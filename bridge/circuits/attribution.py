@@ -1,9 +1,9 @@
-"""Edge attribution: what replacing each edge would do to a metric, estimated from gradients."""
+"""Scores of edges and nodes: what replacing each does to a metric, from gradients or measured; or trained."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,8 @@ from bridge.circuits.graph import (
     Metric,
     Port,
     SenderOutputs,
+    check_rate,
+    divergence_at_last_tokens,
     gradients_of,
     one_number,
     pairs_of,
@@ -108,9 +110,9 @@ def edge_attribution(
         EdgeScores(479 edges of 4 layers)
     """
     check_choice("method", method, METHODS)
-    found = _Gradients(graph, bridge, metric)
-    found.by(method, steps, pairs_of(bridge, clean, corrupted, model_kwargs), ablation, reference)
-    return EdgeScores(found.graph, found.scores)
+    check_positive("steps", steps)
+    found = _Gradients(graph, bridge, metric, method, clean, corrupted, model_kwargs, ablation, reference)
+    return EdgeScores(found.graph, found.gathered(steps))
 
 
 @refuse_wrong_types
@@ -158,108 +160,93 @@ def node_attribution(
     """
     check_choice("method", method, METHODS[:-1])
     check_choice("mlps", mlps, ("output", "input"))
-    found = _NeuronGradients(graph, bridge, metric, mlps)
-    found.by(method, steps, pairs_of(bridge, clean, corrupted, model_kwargs), ablation, reference)
-    return NodeScores(found.graph, found.scores.sum(1), found.scores)
-
-
-def _refuse_no_difference(change: Float[Tensor, "sender batch pos d_model"]) -> None:
-    """Refuses runs between which nothing differs, where every score would be 0 whatever the gradient is."""
-    if not change.any():
-        raise ValueError(
-            "what heads and MLPs write is the same in the clean run and in what replaces it: there is nothing to "
-            "attribute"
-        )
+    check_positive("steps", steps)
+    found = _Gradients(graph, bridge, metric, method, clean, corrupted, model_kwargs, ablation, reference, mlps)
+    scores = found.gathered(steps)
+    return NodeScores(found.graph, scores.sum(1), scores)
 
 
 class _Gradients:
-    """Gathers gradients at the receivers, and multiplies them with the senders' differences.
+    """Gathers gradients at the receivers, or at what the senders write, times the senders' differences.
 
     Args:
-        graph, bridge, metric: as everywhere.
+        graph, bridge, metric, method, clean, corrupted, model_kwargs, ablation, reference: as for `edge_attribution`.
+        mlps: of neurons, where an MLP's gradient is taken, its ``"output"`` or ``"input"``; None: scores are of edges.
 
     Attributes:
-        scores: ``[receiver, sender]``.
+        scores: ``[receiver, sender]``; of neurons ``[sender, d_model]``.
+
+    Raises:
+        ValueError: as there.
     """
 
-    #: The first step of m on the way from the corrupted to the clean embeddings.
-    first_step = 0
-    prompts: Mapping[str, Any]
-    #: The clean run, of which others need not run the first layers; None: where they must.
-    later: CorruptedRun | None
-    #: The clean run's logits; and whether those of some positions alone are the same, from the last stream.
-    logits: Tensor
-    ends: bool
-    change: Float[Tensor, "sender batch pos d_model"]
-
-    def __init__(self, graph: Graph | None, bridge: TransformerBridge, metric: Metric) -> None:
-        refuse_inference_mode("attribution")
-        self.graph, self.bridge, self.metric = graph_of(bridge, graph), bridge, metric
-        self.keys = OwnKeys(self.graph, bridge)
-        self.ends, self.later = False, None
-        self.below: dict[int, Tensor] = {}
-        self.scores = torch.zeros(self.graph.exists.shape)
-
-    def by(
+    def __init__(
         self,
+        graph: Graph | None,
+        bridge: TransformerBridge,
+        metric: Metric,
         method: str,
-        steps: int,
-        pair: tuple[Mapping[str, Any], Mapping[str, Any]],
+        clean: Prompts,
+        corrupted: Prompts,
+        model_kwargs: Mapping[str, Any],
         ablation: str | Tensor,
         reference: Prompts | None,
+        mlps: str | None = None,
     ) -> None:
-        """Scores by a method.
+        refuse_inference_mode("attribution")
+        self.graph, self.bridge, self.metric = graph_of(bridge, graph), bridge, metric
+        self.method, self.mlps = method, mlps
+        # What nodes write is the same, whoever reads it.
+        self.keys = OwnKeys(self.graph if mlps is None else Graph.of(bridge), bridge)
+        self.prompts, self.clean, other = ablated(
+            self.graph, bridge, clean, corrupted, model_kwargs, ablation, reference
+        )
+        self.batch, self.length = self.prompts["input_ids"].shape
+        self.change = other - self.clean.parts
+        if not self.change.any():  # every score would be 0 whatever the gradient is
+            raise ValueError(
+                "what heads and MLPs write is the same in the clean run and in what replaces it: there is nothing to "
+                "attribute"
+            )
+        shape = self.graph.exists.shape if mlps is None else (len(self.graph.senders), bridge.cfg.d_model)
+        self.scores = self.change.new_zeros(shape)
+        self.below: dict[int, Tensor] = {}
+        #: The clean run, of which others need not run the first layers; None: where they must.
+        self.later: CorruptedRun | None = None
+        with torch.no_grad():
+            end, logits = self.clean.end[:, -1:], self.clean.logits[:, -1:]
+            #: Whether logits of some positions alone are the same, from the last stream.
+            self.ends = may_start_later(bridge) and close(self._logits_of(end), logits)
+            if self.ends and len(self.graph.layers) > 1 and method.endswith("activations"):
+                run = CorruptedRun(bridge, self.prompts, range(1, len(self.graph.layers)))
+                self.later = run if run.by_position and run.steps else None
+
+    def gathered(self, steps: int) -> Tensor:
+        """The scores.
 
         Args:
-            method, steps, ablation, reference: as for `edge_attribution`.
-            pair: the prompts.
+            steps: as for `edge_attribution`.
 
         Raises:
-            ValueError: as there.
+            ValueError: the gradient is zero everywhere.
         """
-        check_positive("steps", steps)
-        graph, self.prompts = self.graph, pair[0]
-        self.batch, self.length = self.prompts["input_ids"].shape
-        one, other = ablated(graph, self.bridge, *pair, ablation, reference)
-        self.change = other - one.parts
-        _refuse_no_difference(self.change)
-        self.scores = self.scores.to(self.change)
-        with torch.no_grad():
-            self._try_less(one, method)
-        embeddings = one.parts[0], one.parts[0] + self.change[0]
-        if method == "gradient":
-            self.of_runs(BEGIN, *embeddings, [1.0])
-        elif method == "inputs":
-            shares = [k / steps for k in range(self.first_step, self.first_step + steps)]
-            self.of_runs(BEGIN, *embeddings, shares)
-        elif method == "clean_corrupted":
-            self.of_runs(BEGIN, *embeddings, [0.0, 1.0])
-        else:
-            shares, parts = [k / steps for k in range(1, steps + 1)], list(self._parts(one))
-            for name, here, there, own in parts:
-                if method == "activations":
-                    self.of_runs(name, here, there, shares, 1 / len(parts))
-                else:
-                    self.of_runs(name, here, there, shares, 1, own)
-            if self.below:  # the runs began at these layers; before, all of them are the clean run
-                self._backward({}, 1, 1.0, slice(None), below=self.below)
+        of_parts = self.method.endswith("activations")
+        first = of_parts or self.mlps is not None  # of nodes, the benchmark's code counts from 1
+        every = [k / steps for k in range(first, first + steps)]
+        shares = {"gradient": [1.0], "clean_corrupted": [0.0, 1.0]}.get(self.method, every)
+        points = self.graph.writes if of_parts else {BEGIN: self.graph.writes[BEGIN]}
+        for point, senders in points.items():
+            here = self.clean.seen[point] if point in self.clean.seen else self.clean.parts[senders.start]
+            given = (1.0, senders) if self.method == "own_activations" else (1 / len(points), slice(None))
+            self.of_runs(point, here, here + self.change[senders].sum(0), shares, *given)
+        if self.below:  # the runs began at these layers; before, all of them are the clean run
+            self._backward({}, 1, 1.0, slice(None), below=self.below)
         if not self.scores.any():
             raise ValueError(
                 "the gradient of the metric is zero at every receiver: there is nothing to attribute (a divergence "
                 'from the clean run has its minimum there: use method="inputs")'
             )
-
-    def _parts(self, one: SenderOutputs) -> Iterator[tuple[str, Tensor, Tensor, slice]]:
-        """The model's parts: where each writes, what in the clean run and in the other, and its senders."""
-        yield BEGIN, one.parts[0], one.parts[0] + self.change[0], slice(0, 1)
-        for layer, shape in enumerate(self.graph.layers):
-            first, mlp = self.graph.first_head[layer], self.graph.first_head[layer] + shape.heads
-            if shape.heads:
-                attn, heads = one.attn_out[layer], slice(first, mlp)
-                yield f"blocks.{layer}.hook_attn_out", attn, attn + self.change[heads].sum(0), heads
-            if shape.mlp:
-                both = one.parts[mlp], one.parts[mlp] + self.change[mlp]
-                yield f"blocks.{layer}.hook_mlp_out", *both, slice(mlp, mlp + 1)
+        return self.scores
 
     def of_runs(
         self,
@@ -267,8 +254,8 @@ class _Gradients:
         clean: Tensor,
         corrupted: Tensor,
         shares: Sequence[float],
-        weight: float = 1.0,
-        senders: slice = slice(None),
+        weight: float,
+        senders: slice,
     ) -> None:
         """Adds the mean of runs of the clean prompts, in which what stands at a hook point is partly the corrupted's.
 
@@ -293,19 +280,6 @@ class _Gradients:
                 of_runs = counts * entered.unflatten(0, (n, -1)).sum(0)
                 self.below[first] = self.below[first] + of_runs if first in self.below else of_runs
 
-    def _try_less(self, one: SenderOutputs, method: str) -> None:
-        """Tries what need not run: logits where no metric looks, layers before the one in which something is replaced.
-
-        Args:
-            one: the clean run.
-            method: of `METHODS`.
-        """
-        self.logits, layers = one.logits, len(self.graph.layers)
-        self.ends = may_start_later(self.bridge) and close(self._logits_of(one.end[:, -1:]), one.logits[:, -1:])
-        if self.ends and layers > 1 and method.endswith("activations"):
-            run = CorruptedRun(self.bridge, self.prompts, range(1, layers))
-            self.later = run if run.by_position and run.steps else None
-
     def _logits_of(self, end: Float[Tensor, "batch some d_model"]) -> Tensor:
         found: Tensor = self.bridge(end, start_at_layer=len(self.graph.layers))
         return found
@@ -323,7 +297,9 @@ class _Gradients:
                         looked[here] = self._logits_of(found[:, positions]).split(self.batch)
                 return looked[here][number]
 
-            few = [lazy(partial(of, number), self.logits.shape, self.logits) for number in range(len(parts))]
+            few = [
+                lazy(partial(of, number), self.clean.logits.shape, self.clean.logits) for number in range(len(parts))
+            ]
             total = torch.stack([one_number(self.metric, part) for part in few]).sum()
             if not any(part.passed_by(total) for part in few):
                 return total
@@ -412,12 +388,18 @@ class _Gradients:
         Args:
             n: how many runs a batch is of.
             weight: by which each counts.
-            senders: whose edges get it.
+            senders: whose edges get it; neurons of all.
         """
+        if self.mlps is None:
+            return [
+                (port.name, self._gather(port, slice(port.first, port.first + port.count), n, weight, senders))
+                for port in self.graph.ports
+                if self.keys.of(port) == 1
+            ]
+        point = {"output": "hook_mlp_out", "input": "hook_mlp_in"}[self.mlps]
         return [
-            (port.name, self._gather(port, slice(port.first, port.first + port.count), n, weight, senders))
-            for port in self.graph.ports
-            if self.keys.of(port) == 1
+            (name.replace("hook_mlp_out", point), partial(self._gather_neurons, some, n, weight))
+            for name, some in self.graph.writes.items()
         ]
 
     def _gather(self, port: Port, receivers: slice, n: int, weight: float, senders: slice) -> Callable[..., None]:
@@ -434,41 +416,11 @@ class _Gradients:
 
         return gather
 
-
-class _NeuronGradients(_Gradients):
-    """Gathers gradients at what the senders write; ``scores`` are ``[sender, d_model]``.
-
-    Args:
-        graph, bridge, metric: as everywhere.
-        mlps: where an MLP's gradient is taken, its ``"output"`` or ``"input"``.
-    """
-
-    first_step = 1
-
-    def __init__(self, graph: Graph | None, bridge: TransformerBridge, metric: Metric, mlps: str) -> None:
-        super().__init__(graph, bridge, metric)
-        self.keys = OwnKeys(Graph.of(bridge), bridge)  # what nodes write is the same, whoever reads it
-        self.mlp_point = {"output": "hook_mlp_out", "input": "hook_mlp_in"}[mlps]
-        self.scores = torch.zeros(len(self.graph.senders), bridge.cfg.d_model)
-
-    def hooks(self, n: int, weight: float, senders: slice) -> list[Any]:
-        """Backward hooks that add to the scores; `senders` are all."""
-        found = [(BEGIN, self._at(slice(0, 1), n, weight))]
-        for layer, shape in enumerate(self.graph.layers):
-            first, mlp = self.graph.first_head[layer], self.graph.first_head[layer] + shape.heads
-            if shape.heads:
-                found.append((f"blocks.{layer}.hook_attn_out", self._at(slice(first, mlp), n, weight)))
-            if shape.mlp:
-                found.append((f"blocks.{layer}.{self.mlp_point}", self._at(slice(mlp, mlp + 1), n, weight)))
-        return found
-
-    def _at(self, senders: slice, n: int, weight: float) -> Callable[..., None]:
-        def gather(gradient: Tensor, hook: HookPoint) -> None:
-            with torch.no_grad():
-                of_runs = gradient.unflatten(0, (n, -1)).sum(0).to(self.change.dtype)
-                self.scores[senders] += weight * (self.change[senders] * of_runs).sum((1, 2))
-
-        return gather
+    @torch.no_grad()
+    def _gather_neurons(self, senders: slice, n: int, weight: float, gradient: Tensor, hook: HookPoint) -> None:
+        """Adds the gradient of what some senders write, times its differences."""
+        of_runs = gradient.unflatten(0, (n, -1)).sum(0).to(self.change.dtype)
+        self.scores[senders] += weight * (self.change[senders] * of_runs).sum((1, 2))
 
 
 @torch.no_grad()
@@ -604,9 +556,8 @@ def edge_effects(
         >>> effects = edge_effects(bridge, pairs.clean, pairs.corrupted, pairs.metric(), [edge], verbose=False)
     """
     graph = graph_of(bridge, graph)
-    pair = pairs_of(bridge, clean, corrupted, model_kwargs)
-    values = effects_of_edges(graph, bridge, *pair, metric, edges, verbose, ablation, reference)
-    return EdgeScores(graph, values)
+    given = (clean, corrupted, metric, edges, verbose, model_kwargs, ablation, reference)
+    return EdgeScores(graph, effects_of_edges(graph, bridge, *given))
 
 
 @torch.no_grad()
@@ -638,16 +589,15 @@ def node_effects(
         NodeScores(21 nodes)
     """
     graph = Graph.of(bridge)
-    pair = pairs_of(bridge, clean, corrupted, model_kwargs)
-    one, other = ablated(graph, bridge, *pair, ablation, reference)
+    prompts, one, other = ablated(graph, bridge, clean, corrupted, model_kwargs, ablation, reference)
     base = one_number(metric, one.logits)
     every = torch.eye(len(graph.senders), dtype=torch.bool)[:, None] & graph.exists  # set receiver sender
-    rows, length = pair[0]["input_ids"].shape
+    rows, length = prompts["input_ids"].shape
     itemsize = one.parts.element_size() * (2 + len(graph.senders) // 16)  # of which a block holds 16 of each token
     together = max(1, tokens_per_run(bridge.cfg, one.parts.device, length, itemsize) // (rows * length))
     found = []
     for some in every.split(together):
-        runs = run_with_edges_replaced(graph, bridge, pair[0], other, some)
+        runs = run_with_edges_replaced(graph, bridge, prompts, other, some)
         found += [float(one_number(metric, logits) - base) for logits in runs]
     return NodeScores(graph, torch.tensor(found, dtype=torch.float64))
 
@@ -733,18 +683,12 @@ def _inputs(
     """The residual stream at each port in a run with the senders replaced and all other heads as they were."""
     change = other.parts - one.parts
     hooks: list[Any] = []
-    if 0 in sending:
-        hooks.append(("blocks.0.hook_resid_pre", _always(other.parts[0])))
-    for layer, shape in enumerate(graph.layers):
-        first = graph.first_head[layer]
-        if shape.heads:
-            mine = [index for index in range(first, first + shape.heads) if index in sending]
-            hooks.append((f"blocks.{layer}.hook_attn_out", _always(one.attn_out[layer] + change[mine].sum(0))))
-        mlp = first + shape.heads
-        if shape.mlp and mlp in sending:
-            hooks.append((f"blocks.{layer}.hook_mlp_out", _always(other.parts[mlp])))
-        elif shape.mlp and not through_mlps:
-            hooks.append((f"blocks.{layer}.hook_mlp_out", _always(one.parts[mlp])))
+    for point, senders in graph.writes.items():
+        mine = sorted(sending & {*range(senders.start, senders.stop)})
+        if point in one.seen:  # heads
+            hooks.append((point, _always(one.seen[point] + change[mine].sum(0))))
+        elif mine or (point.endswith("hook_mlp_out") and not through_mlps):
+            hooks.append((point, _always((other if mine else one).parts[senders.start])))
     seen: dict[str, Tensor] = {}
 
     def see(activation: Tensor, hook: HookPoint) -> None:
@@ -766,3 +710,107 @@ def _stream(graph: Graph, port: Port) -> str:
 
 def _always(value: Tensor) -> Callable[..., Tensor]:
     return lambda activation, hook: value
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A probability for each edge, trained.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@refuse_wrong_types
+def trained_edges(
+    bridge: TransformerBridge,
+    clean: Prompts,
+    corrupted: Prompts,
+    loss: Metric | None = None,
+    *,
+    penalty: float = 1e-3,
+    steps: int = 200,
+    rate: float = 0.1,
+    samples: int = 1,
+    ablation: str | Float[Tensor, "constant d_model"] = "resample",
+    reference: Prompts | None = None,
+    seed: int = 0,
+    graph: Graph | None = None,
+    **model_kwargs: Any,
+) -> EdgeScores:
+    """A probability for each edge that the circuit has it, trained by uniform gradient sampling.
+
+    Each prompt runs with a circuit of its own, in which an edge with probability p is there, or not, or, with
+    probability ``p (1 - p)``, partly there, by a share drawn evenly between 0 and 1. The loss's derivative by that
+    share is, on average, what having the edge changes; it moves the edge's logit (Li and Janson 2024, "Optimal Ablation
+    for Interpretability"). As in their code, that average is over the circuits that have the edge partly. The loss
+    grows by `penalty` for each edge.
+
+    Args:
+        bridge: the bridge, in evaluation mode.
+        clean, corrupted: pairs of prompts, ``[batch, pos]``, or what a processor gives.
+        loss: from logits ``[batch, pos, d_vocab]`` to one number that is to be small; None: the divergence from the
+            whole model's next tokens at each prompt's last token.
+        penalty: what an edge costs, in the loss's units.
+        steps, rate: of training, by Adam.
+        samples: how many circuits each prompt runs with in a step, all in one batch.
+        ablation, reference: what other edges carry, as for `Circuit.evaluate`.
+        seed: of what is drawn.
+        graph: the model's graph, as `Graph.of` makes it, grouped or not; None: grouped.
+        model_kwargs: what else the model takes with both prompts of a pair.
+
+    Returns:
+        The probabilities: unlike other scores they are never negative.
+
+    Raises:
+        ValueError: as `Circuit.evaluate`; no step or sample, a rate that is not positive and finite, a penalty
+            below 0 or not finite, a loss that is not finite or has no gradient.
+        RuntimeError: in inference mode, which makes no gradients.
+
+    Example:
+        >>> from bridge.circuits import trained_edges
+        >>> from bridge.tasks import compiled
+        >>> task = compiled("either")
+        >>> def loss(logits):
+        ...     return (logits - task.bridge(task.clean)).square().mean()
+        >>> scores = trained_edges(task.bridge, task.clean, task.corrupted, loss, penalty=0.01, steps=20)
+        >>> 0 <= float(scores.values.min()) <= float(scores.values.max()) <= 1
+        True
+    """
+    for name, number in (("steps", steps), ("samples", samples)):
+        check_positive(name, number)
+    check_rate(rate)
+    if not 0 <= penalty < math.inf:
+        raise ValueError(f"penalty is {penalty}; it must be 0 or more, and finite")
+    refuse_inference_mode("trained_edges")
+    graph = graph_of(bridge, graph)
+    one, wrote, other = ablated(graph, bridge, clean, corrupted, model_kwargs, ablation, reference)
+    loss = loss or divergence_at_last_tokens(wrote.logits, one)
+    numbers = torch.Generator().manual_seed(seed)
+    given = torch.ones(graph.n_edges, requires_grad=True)
+    optimizer, rows = torch.optim.Adam([given], lr=rate), len(one["input_ids"])
+    with torch.enable_grad():
+        for _ in range(steps):
+            probability = given.sigmoid()
+            drawn = torch.rand(samples, rows, graph.n_edges, generator=numbers)
+            replaced = torch.zeros(samples, rows, *graph.exists.shape)
+            replaced[:, :, graph.exists] = _absent(drawn, probability)
+            logits = run_with_edges_replaced(graph, bridge, one, other, replaced.to(other))
+            found = torch.stack([one_number(loss, some) for some in logits]).mean()
+            if not found.isfinite():
+                raise ValueError(f"loss is {found.item()}: it must be a finite number that can be small")
+            (slope,) = gradients_of("loss", found, [given])
+            given.grad = slope + penalty * (probability * (1 - probability)).detach()
+            optimizer.step()
+    values = torch.zeros(graph.exists.shape)
+    values[graph.exists] = given.detach().sigmoid()
+    return EdgeScores(graph, values)
+
+
+def _absent(drawn: Float[Tensor, "... edge"], probability: Float[Tensor, " edge"]) -> Float[Tensor, "... edge"]:
+    """How far edges are absent, by numbers drawn evenly between 0 and 1: none, all, or in a window partly.
+
+    Of these last the gradient is 1 on average, over those that are no thousandth from an end.
+    """
+    window = (probability * (1 - probability)).detach().clamp(min=torch.finfo(drawn.dtype).tiny)
+    place = (drawn - probability.detach()) / window + 0.5
+    partly, counted = ((place - 0.5).abs() <= within for within in (0.5, 0.499))
+    share = counted.to(drawn).flatten(0, -2).mean(0)
+    weights = partly / share.where(share > 0, torch.inf)
+    return place.clamp(0, 1) - weights * (probability - probability.detach())

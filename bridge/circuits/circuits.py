@@ -44,12 +44,25 @@ from bridge.circuits.edge_runs import (
     Evaluation,
     effects_of_edges,
     evaluations,
-    refuse_another_model,
+    graph_of,
+    mean_of,
     refuse_another_width,
+    run_with_edges_replaced,
     share_of,
-    trained_constants,
 )
-from bridge.circuits.graph import Graph, LayerShape, Metric, check_rate, pairs_of, refuse_inference_mode
+from bridge.circuits.graph import (
+    Graph,
+    LayerShape,
+    Metric,
+    check_rate,
+    divergence_at_last_tokens,
+    gradients_of,
+    one_number,
+    refuse_another_sum,
+    refuse_inference_mode,
+    token_mask,
+    written,
+)
 from bridge.hooks.arguments import check_choice, check_positive, refuse_wrong_types
 from bridge.patching.patching import texts_of
 from bridge.run.inputs import Prompts, prompts_with
@@ -59,68 +72,36 @@ from bridge.run.inputs import Prompts, prompts_with
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-#: What is known of each node.
-Facts = dict[str, dict[str, Any]]
-
-
-def _add_effects(
-    facts: Facts,
-    graph: Graph,
-    bridge: TransformerBridge,
-    pair: tuple[dict[str, Any], dict[str, Any]],
-    metric: Metric,
-) -> None:
-    """What each sender does to the metric by its own edge to the logits."""
-    direct = {f"{name}->logits": name for name in graph.senders if name in facts}
-    effects = effects_of_edges(graph, bridge, *pair, metric, list(direct), verbose=False)
-    for edge, name in direct.items():
-        facts[name]["effect"] = float(effects[graph.edge(edge)])
-
-
-def _add_patterns(
-    facts: Facts,
-    heads: list[str],
-    joins: Sequence[tuple[str, str]],
-    bridge: TransformerBridge,
-    clean: dict[str, Any],
-) -> None:
-    """What heads attend to, for them and for their inputs."""
-    for name, pattern in _patterns(heads, bridge, clean).items():
-        for node in {name, *(one for one, head in joins if head == name and "H" in one)} & facts.keys():
-            facts[node]["pattern"] = pattern
-
-
 def _name(metric: Metric) -> str:
     name = getattr(metric, "__name__", "metric")
     return "metric" if name == "<lambda>" else name.replace("_", " ")
 
 
 @torch.no_grad()
-def _patterns(heads: list[str], bridge: TransformerBridge, clean: dict[str, Any]) -> dict[str, Tensor]:
-    """What each head of the circuit attends to in the first prompt."""
-    layers = sorted({int(name[1:].split("H")[0]) for name in heads})
+def _patterns(
+    heads: list[str], joins: Sequence[tuple[str, str]], bridge: TransformerBridge, clean: dict[str, Any]
+) -> dict[str, Tensor]:
+    """What each head of the circuit attends to in the first prompt, for it and for its inputs."""
+    places = {head: tuple(map(int, head[1:].split("H"))) for head in heads}
     # With images all rows run: the model alone knows which of them belong to the first.
     first = {"input_ids": clean["input_ids"][:1]} if len(clean) == 1 else clean
-    _, cache = bridge.run_with_cache(first, names_filter=[f"blocks.{i}.attn.hook_pattern" for i in layers])
-    found = {}
-    for name in heads:
-        layer, head = map(int, name[1:].split("H"))
-        found[name] = cache[f"blocks.{layer}.attn.hook_pattern"][0, head]
-    return found
+    names = [f"blocks.{layer}.attn.hook_pattern" for layer in sorted({layer for layer, _ in places.values()})]
+    _, cache = bridge.run_with_cache(first, names_filter=names)
+    found = {name: cache[f"blocks.{layer}.attn.hook_pattern"][0, head] for name, (layer, head) in places.items()}
+    return found | {one: found[head] for one, head in joins if "H" in one}
 
 
-def _depths(graph: Graph) -> dict[str, int]:
-    """A column for each node: of a layer, its heads' inputs, its heads, its MLP."""
-    depths = {"embed": 0}
-    for name in (*graph.receivers, *graph.senders[1:]):
-        layer = len(graph.layers) if name == "logits" else int(name[1:].split("H")[0].split("G")[0].split("M")[0])
-        part = 1 if "." in name or name == "logits" else 3 if name.endswith("MLP") else 2
-        depths[name] = 3 * layer + part
-    return depths
+def _depth(graph: Graph, name: str) -> int:
+    """A column for a node: of a layer, its heads' inputs, its heads, its MLP."""
+    if name in ("embed", "logits"):
+        return 0 if name == "embed" else 3 * len(graph.layers) + 1
+    (layer, *_) = re.findall(r"\d+", name)
+    return 3 * int(layer) + (1 if "." in name else 3 if name.endswith("MLP") else 2)
 
 
-def _joins(graph: Graph, writing: set[str], reading: set[str]) -> list[tuple[str, str]]:
+def _joins(graph: Graph, edges: Sequence[tuple[str, str, float]]) -> list[tuple[str, str]]:
     """Each head that writes, with those of its inputs that are read through."""
+    writing, reading, _ = (set(column) for column in zip(*edges, strict=True)) if edges else ((), (), ())
     return [
         (graph.receivers[receiver], sender)
         for sender, inputs in zip(graph.senders, graph.inputs, strict=True)
@@ -140,10 +121,14 @@ def _mib_name(name: str) -> str:
 
 def _mib_rows(graph: Graph, sender: int) -> int | slice:
     """Whose neurons the benchmark's JSON has at a sender: for a head those of all heads of its layer."""
-    for first, layer in zip(graph.first_head, graph.layers, strict=True):
-        if first <= sender < first + layer.heads:
-            return slice(first, first + layer.heads)
-    return sender
+    of_one = next(some for some in graph.writes.values() if some.start <= sender < some.stop)
+    return of_one if graph.senders[sender].count("H") else sender
+
+
+def _mib_graph(config: dict[str, Any]) -> Graph:
+    """The graph of a model that the benchmark has."""
+    heads = config["n_heads"]
+    return Graph([LayerShape(heads, heads, True, bool(config["parallel_attn_mlp"]))] * config["n_layers"])
 
 
 def _mib_edges(graph: Graph) -> dict[str, tuple[int, int]]:
@@ -176,9 +161,7 @@ def _of_tensors(found: Any) -> dict[str, Any]:
     shape = [len(found["src_nodes"]), len(found["dst_nodes"])]
     if any(list(found[name].shape) != shape for name in ("edges_scores", "edges_in_graph")):
         raise ValueError(f"its tensors have not the shape {shape} of its nodes")
-    layer = LayerShape(found["cfg"]["n_heads"], found["cfg"]["n_heads"], True, bool(found["cfg"]["parallel_attn_mlp"]))
-    graph = Graph([layer] * found["cfg"]["n_layers"])
-    edges = {}
+    graph, edges = _mib_graph(found["cfg"]), {}
     for edge in _mib_edges(graph):
         sender, receiver = edge.split("->")
         at = found["src_nodes"].index(sender), found["dst_nodes"].index(receiver)
@@ -403,13 +386,35 @@ class Circuit:
             >>> constants = circuit.optimal_constants(bridge, pairs.clean, steps=3)
             >>> found = circuit.evaluate(bridge, pairs.clean, pairs.corrupted, pairs.metric(), constants)
         """
-        refuse_another_model(self.graph, bridge)
+        graph_of(bridge, self.graph)
         refuse_another_width(self.neurons, bridge)
         check_positive("steps", steps)
         check_rate(rate)
         refuse_inference_mode("optimal_constants")
         given = prompts_with(bridge, prompts, model_kwargs)
-        return trained_constants(self.graph, self.mask, self.neurons, bridge, given, loss, steps, rate)
+        wrote, counted = written(self.graph, bridge, given), token_mask(given)
+        refuse_another_sum(bridge, wrote)
+        loss, parts = loss or divergence_at_last_tokens(wrote.logits, given), wrote.parts
+        means = mean_of(parts, counted, (1, 2))
+        sizes = mean_of((parts - means).square(), counted, (1, 2)).mean(-1, keepdim=True).sqrt()
+        moved = torch.zeros_like(means, requires_grad=True)
+        optimizer, least, best = torch.optim.Adam([moved], lr=rate), torch.inf, moved.detach().clone()
+        replaced = (self.graph.exists & ~self.mask)[None]
+        partly = None if self.neurons is None else (self.mask[None], ~self.neurons[None])
+        if not replaced.any() and partly is None:  # nothing carries a constant
+            return means[:, 0, 0].to(parts.dtype)
+        with torch.enable_grad():
+            for _ in range(steps):
+                constants = (means + sizes * moved).to(parts.dtype)
+                (logits,) = run_with_edges_replaced(self.graph, bridge, given, constants, replaced, partly)
+                found = one_number(loss, logits)
+                if not found.isfinite():
+                    raise ValueError(f"loss is {found.item()}: constants are trained to make a finite number small")
+                if found.item() < least:
+                    least, best = found.item(), moved.detach().clone()
+                (moved.grad,) = gradients_of("loss", found, [moved])
+                optimizer.step()
+        return (means + sizes * best)[:, 0, 0].to(parts.dtype)
 
     @refuse_wrong_types
     def save(self, path: str | Path) -> None:
@@ -457,7 +462,7 @@ class Circuit:
         """
         graph, path = self.graph, Path(path)
         check_choice("the suffix of path", path.suffix, (".json", ".pt"))
-        refuse_another_model(graph, bridge)
+        graph_of(bridge, graph)
         first = graph.layers[0]
         if set(graph.layers) != {first} or not first.mlp or not first.heads == first.key_heads > 0:
             raise ValueError(
@@ -544,8 +549,7 @@ class Circuit:
     @classmethod
     def _of_mib(cls, content: dict[str, Any]) -> Circuit:
         config = content["cfg"]
-        layer = LayerShape(config["n_heads"], config["n_heads"], True, bool(config["parallel_attn_mlp"]))
-        graph = Graph([layer] * config["n_layers"])
+        graph = _mib_graph(config)
         known, edges = _mib_edges(graph), content["edges"]
         if different := sorted(known.keys() ^ edges.keys()):
             raise ValueError(f"its edges are not those of its model: {different[0]} is in one of them alone")
@@ -603,12 +607,12 @@ class Circuit:
         """
         graph, edges = self.graph, self.edges
         pictures = importlib.import_module("bridge.pictures")
-        joins = _joins(graph, {sender for sender, _, _ in edges}, {receiver for _, receiver, _ in edges})
-        depths = _depths(graph)
-        names = {name for sender, receiver, _ in edges for name in (sender, receiver)}
-        facts: Facts = {name: {"column": depths[name]} for name in names}
+        joins = _joins(graph, edges)
+        names = dict.fromkeys(name for sender, receiver, _ in edges for name in (sender, receiver))
         given: dict[str, Any] = {"joins": joins, "supports": "negative", "measure": "change"}
         given["metric"] = metric if isinstance(metric, str) else _name(metric)
+        effects: dict[str, float] = {}
+        patterns: dict[str, Tensor] = {}
         if bridge is None and clean is None and corrupted is None:
             if not isinstance(metric, str):
                 raise ValueError(
@@ -619,12 +623,17 @@ class Circuit:
                 "give bridge, clean, corrupted and metric, a function of logits, together; or none of them"
             )
         else:
-            pair = pairs_of(bridge, clean, corrupted, {})
-            _add_effects(facts, graph, bridge, pair, metric)
-            _add_patterns(facts, [name for name in self.nodes if "H" in name], joins, bridge, pair[0])
-            given["tokens"] = texts_of(bridge, pair[0]["input_ids"][0])
-        drawn = {name: pictures.CircuitNode(**known) for name, known in facts.items()}
-        return pictures.circuit(edges, **(given | {"nodes": drawn} | options))
+            direct = {name: f"{name}->logits" for name in graph.senders if name in names}
+            found = effects_of_edges(graph, bridge, clean, corrupted, metric, [*direct.values()], False, {})
+            effects = {name: float(found[graph.edge(edge)]) for name, edge in direct.items()}
+            prompts = prompts_with(bridge, clean, {})
+            patterns = _patterns([name for name in self.nodes if "H" in name], joins, bridge, prompts)
+            given["tokens"] = texts_of(bridge, prompts["input_ids"][0])
+        given["nodes"] = {
+            name: pictures.CircuitNode(column=_depth(graph, name), effect=effects.get(name), pattern=patterns.get(name))
+            for name in names
+        }
+        return pictures.circuit(edges, **(given | options))
 
     def __eq__(self, other: object) -> bool:
         if not (isinstance(other, Circuit) and self.graph == other.graph and torch.equal(self.mask, other.mask)):
@@ -709,11 +718,9 @@ class EdgeScores:
         Raises:
             ValueError: there are not so many.
         """
-        self._check(n)
-        rank = self._rank(absolute).masked_fill(~self.graph.exists, -torch.inf)
-        chosen = torch.zeros(rank.numel(), dtype=torch.bool)
-        chosen[rank.flatten().sort(descending=True, stable=True).indices[:n]] = True
-        return self._circuit(chosen.view_as(rank))
+        chosen = torch.zeros_like(self.graph.exists)
+        chosen[self.graph.exists] = _first(self.flat, n, absolute, "edges")
+        return self._circuit(chosen)
 
     @refuse_wrong_types
     def greedy(self, n: int, absolute: bool = True) -> Circuit:
@@ -727,8 +734,8 @@ class EdgeScores:
         Raises:
             ValueError: there are not so many.
         """
-        self._check(n)
-        rank, graph = self._rank(absolute), self.graph
+        _check_number(n, self.graph.n_edges, "edges")
+        rank, graph = _rank(self.values, absolute), self.graph
         chosen = torch.zeros_like(graph.exists)
         candidates: list[tuple[float, int, int]] = []
         reached: set[int] = set()
@@ -805,14 +812,7 @@ class EdgeScores:
         Raises:
             ValueError: there are not so many.
         """
-        return self._circuit(_of_nodes(self.graph, self.values.sum(0), n, absolute))
-
-    def _rank(self, absolute: bool) -> Tensor:
-        return self.values.abs() if absolute else -self.values
-
-    def _check(self, n: int) -> None:
-        if not 0 <= n <= self.graph.n_edges:
-            raise ValueError(f"n is {n}; there are {self.graph.n_edges} edges")
+        return self._circuit(_between(self.graph, _first(self.values.sum(0), n, absolute, "nodes")))
 
     def _circuit(self, mask: Bool[Tensor, "receiver sender"]) -> Circuit:
         return Circuit(self.graph, mask, self.values)
@@ -824,17 +824,19 @@ def _first(counts: Tensor, n: int, absolute: bool, what: str) -> Bool[Tensor, ".
     Raises:
         ValueError: there are not so many.
     """
-    if not 0 <= n <= counts.numel():
-        raise ValueError(f"n is {n}; there are {counts.numel()} {what}")
+    _check_number(n, counts.numel(), what)
     chosen = torch.zeros(counts.numel(), dtype=torch.bool)
-    rank = (counts.abs() if absolute else -counts).flatten()
-    chosen[rank.sort(descending=True, stable=True).indices[:n]] = True
+    chosen[_rank(counts, absolute).flatten().sort(descending=True, stable=True).indices[:n]] = True
     return chosen.view(counts.shape)
 
 
-def _of_nodes(graph: Graph, counts: Tensor, n: int, absolute: bool) -> Bool[Tensor, "receiver sender"]:
-    """The edges between the nodes that count most, and from them to the logits."""
-    return _between(graph, _first(counts, n, absolute, "nodes"))
+def _check_number(n: int, there: int, what: str) -> None:
+    if not 0 <= n <= there:
+        raise ValueError(f"n is {n}; there are {there} {what}")
+
+
+def _rank(counts: Tensor, absolute: bool) -> Tensor:
+    return counts.abs() if absolute else -counts
 
 
 def _between(graph: Graph, chosen: Bool[Tensor, " sender"]) -> Bool[Tensor, "receiver sender"]:
@@ -894,7 +896,7 @@ class NodeScores:
         Raises:
             ValueError: there are not so many.
         """
-        return Circuit(self.graph, _of_nodes(self.graph, self.values, n, absolute))
+        return Circuit(self.graph, _between(self.graph, _first(self.values, n, absolute, "nodes")))
 
     @refuse_wrong_types
     def top_neurons(self, n: int, absolute: bool = True) -> Circuit:

@@ -21,13 +21,11 @@ from bridge.circuits.graph import (
     Metric,
     Port,
     SenderOutputs,
-    divergence_at_last_tokens,
-    gradients_of,
-    heads_of,
     measured,
     names_of,
     one_number,
     pairs_of,
+    parts_of,
     refuse_another_sum,
     token_mask,
     written,
@@ -158,10 +156,10 @@ class _EdgesReplaced:
 
     def hooks(self) -> list[Any]:
         """They see what senders write, and change what receivers read."""
-        hooks: list[Any] = [("blocks.0.hook_resid_pre", lambda stream, hook: self._write(0, stream.unsqueeze(0)))]
-        hooks += self.keys.hooks()
-        for layer in range(len(self.graph.layers)):
-            hooks += [(name, self._see) for name in names_of(self.graph, self.bridge, layer)]
+        hooks: list[Any] = self.keys.hooks()
+        for point, senders in self.graph.writes.items():
+            names = names_of(self.bridge, point)
+            hooks += [(name, partial(self._see, point, senders, names)) for name in names]
         used = torch.zeros(len(self.graph.receivers), dtype=torch.bool)
         for weights, _ in self.terms:
             used |= weights.requires_grad | weights.detach().bool().any(-1).flatten(0, 1).any(0).cpu()
@@ -171,23 +169,14 @@ class _EdgesReplaced:
             if used[port.first : port.first + port.count].any()
         ]
 
-    def _write(self, sender: int, parts: Float[Tensor, "part rows pos d_model"]) -> None:
-        here = parts[:, : math.prod(self.shape)]  # what is written is the same in all copies
-        here, at = here.unflatten(1, self.shape).movedim(0, 2), slice(sender, sender + len(parts))
-        self.change[:, :, at] = self.other[at].movedim(0, 1) - here
-
-    def _see(self, activation: Tensor, hook: HookPoint) -> None:
-        """Notes what a layer's senders write; heads count when all that is needed of them was seen."""
-        layer = hook.layer()
-        first, shape = self.graph.first_head[layer], self.graph.layers[layer]
-        if hook.name.endswith("hook_mlp_out"):
-            return self._write(first + shape.heads, activation.unsqueeze(0))
+    def _see(self, point: str, senders: slice, names: Sequence[str], activation: Tensor, hook: HookPoint) -> None:
+        """Notes what senders write, when all that is needed of them was seen."""
         self.seen[hook.name] = activation
-        names = [name for name in names_of(self.graph, self.bridge, layer) if not name.endswith("hook_mlp_out")]
         if all(name in self.seen for name in names):
-            self._write(first, heads_of(self.bridge, self.seen, layer))
-            self.seen.clear()
-        return None
+            parts = parts_of(self.bridge, point, {name: self.seen.pop(name) for name in names})
+            here = parts[:, : math.prod(self.shape)]  # what is written is the same in all copies
+            here = here.unflatten(1, self.shape).movedim(0, 2)
+            self.change[:, :, senders] = self.other[senders].movedim(0, 1) - here
 
     def _reading(self, port: Port) -> Callable[..., Tensor]:
         mine, before = slice(port.first, port.first + port.count), slice(port.upstream)
@@ -392,11 +381,10 @@ def evaluations(
     Raises:
         ValueError: as there.
     """
-    refuse_another_model(graph, bridge)
+    graph_of(bridge, graph)
     for _, neurons in circuits:
         refuse_another_width(neurons, bridge)
-    one, two = pairs_of(bridge, clean, corrupted, model_kwargs)
-    wrote, other = ablated(graph, bridge, one, two, ablation, reference)
+    one, wrote, other = ablated(graph, bridge, clean, corrupted, model_kwargs, ablation, reference)
     with torch.no_grad():
         model = measured(metric, wrote.logits)
         nothing = measured(metric, run_with_edges_replaced(graph, bridge, one, other, graph.exists[None])[0])
@@ -414,50 +402,6 @@ def evaluations(
     return found
 
 
-def trained_constants(
-    graph: Graph,
-    mask: Bool[Tensor, "receiver sender"],
-    neurons: Tensor | None,
-    bridge: TransformerBridge,
-    prompts: Mapping[str, Any],
-    loss: Metric | None,
-    steps: int,
-    rate: float,
-) -> Float[Tensor, "sender d_model"]:
-    """What `Circuit.optimal_constants` returns.
-
-    Args:
-        graph: the graph.
-        mask: the edges of the circuit.
-        neurons: its neurons, ``[sender, d_model]``; None: all.
-        bridge, prompts, loss, steps, rate: as there.
-    """
-    wrote = written(graph, bridge, prompts)
-    refuse_another_sum(bridge, wrote)
-    loss = loss or divergence_at_last_tokens(wrote.logits, prompts)
-    parts = wrote.parts
-    counted = token_mask(prompts)
-    means = _mean(parts, counted, (1, 2))
-    sizes = _mean((parts - means).square(), counted, (1, 2)).mean(-1, keepdim=True).sqrt()
-    moved = torch.zeros_like(means, requires_grad=True)
-    optimizer, least, best = torch.optim.Adam([moved], lr=rate), torch.inf, moved.detach().clone()
-    replaced = (graph.exists & ~mask)[None]
-    partly = None if neurons is None else (mask[None], ~neurons[None])
-    if not replaced.any() and partly is None:  # nothing carries a constant
-        return means[:, 0, 0].to(parts.dtype)
-    with torch.enable_grad():
-        for _ in range(steps):
-            constants = (means + sizes * moved).to(parts.dtype)
-            found = one_number(loss, run_with_edges_replaced(graph, bridge, prompts, constants, replaced, partly)[0])
-            if not found.isfinite():
-                raise ValueError(f"loss is {found.item()}: constants are trained to make a finite number small")
-            if found.item() < least:
-                least, best = found.item(), moved.detach().clone()
-            (moved.grad,) = gradients_of("loss", found, [moved])
-            optimizer.step()
-    return (means + sizes * best)[:, 0, 0].to(parts.dtype)
-
-
 def refuse_another_width(neurons: Tensor | None, bridge: TransformerBridge) -> None:
     """Refuses neurons of another model.
 
@@ -470,17 +414,6 @@ def refuse_another_width(neurons: Tensor | None, bridge: TransformerBridge) -> N
         )
 
 
-def refuse_another_model(graph: Graph, bridge: TransformerBridge) -> None:
-    """Refuses a graph, of a circuit or of its own, that is not the model's.
-
-    Raises:
-        ValueError: it is.
-    """
-    model_graph = Graph.of(bridge)
-    if graph != model_graph and graph != Graph.of(bridge, grouped=False):
-        raise ValueError(f"the graph is {graph}, and this model is {model_graph}")
-
-
 def graph_of(bridge: TransformerBridge, graph: Graph | None) -> Graph:
     """A graph that was asked for, or the model's own.
 
@@ -491,32 +424,33 @@ def graph_of(bridge: TransformerBridge, graph: Graph | None) -> Graph:
     Raises:
         ValueError: it is another model's.
     """
-    if graph is None:
-        return Graph.of(bridge)
-    refuse_another_model(graph, bridge)
-    return graph
+    own = Graph.of(bridge)
+    if graph is not None and graph != own and graph != Graph.of(bridge, grouped=False):
+        raise ValueError(f"the graph is {graph}, and this model is {own}")
+    return graph or own
 
 
 def ablated(
     graph: Graph,
     bridge: TransformerBridge,
-    clean: Mapping[str, Any],
-    corrupted: Mapping[str, Any],
+    clean: Prompts,
+    corrupted: Prompts,
+    model_kwargs: Mapping[str, Any],
     ablation: str | Float[Tensor, "constant d_model"],
     reference: Prompts | None,
-) -> tuple[SenderOutputs, Float[Tensor, "sender batch_or_one pos_or_one d_model"]]:
-    """What the senders write in the clean run, and what replaces that; see `Circuit.evaluate`.
+) -> tuple[dict[str, Any], SenderOutputs, Float[Tensor, "sender batch_or_one pos_or_one d_model"]]:
+    """The clean prompts, what the senders write in their run, and what replaces that; see `Circuit.evaluate`.
 
     What else writes to the stream, as features of an image, stays; it may not differ.
 
     Args:
         graph, bridge: as everywhere.
-        clean, corrupted: the prompts, of one shape.
-        ablation, reference: as there.
+        clean, corrupted, model_kwargs, ablation, reference: as there.
 
     Raises:
         ValueError: as there.
     """
+    one, two = pairs_of(bridge, clean, corrupted, model_kwargs)
     if reference is not None and (isinstance(ablation, Tensor) or ablation != "mean"):
         said = "a tensor" if isinstance(ablation, Tensor) else repr(ablation)
         raise ValueError(f"reference prompts are for the mean; the ablation is {said}")
@@ -528,30 +462,38 @@ def ablated(
             )
         if not ablation.isfinite().all():
             raise ValueError("ablation has numbers that are not finite")
-        one, _ = written_in_both(graph, bridge, clean, corrupted)
-        return one, ablation.to(bridge.cfg.device, bridge.cfg.dtype)[:, None, None]
+        wrote, _ = written_in_both(graph, bridge, one, two)
+        return one, wrote, ablation.to(bridge.cfg.device, bridge.cfg.dtype)[:, None, None]
     check_choice("ablation", ablation, ABLATIONS)
-    prompts = corrupted if reference is None else prompts_with(bridge, reference, {})
-    lengths = [each["input_ids"].shape[1] for each in (prompts, corrupted)]
+    prompts = two if reference is None else prompts_with(bridge, reference, {})
+    lengths = [each["input_ids"].shape[1] for each in (prompts, two)]
     if lengths[0] != lengths[1]:
         raise ValueError(f"reference prompts have {lengths[0]} tokens, and these {lengths[1]}")
     counted = token_mask(prompts)
-    if ablation == "mean" and (lacks := (token_mask(clean).any(0) & ~counted.any(0)).nonzero().flatten().tolist()):
+    if ablation == "mean" and (lacks := (token_mask(one).any(0) & ~counted.any(0)).nonzero().flatten().tolist()):
         raise ValueError(
             f"the mean has nothing to be over at positions {lacks}: clean prompts have tokens there, and what the mean "
             "is over has padding alone"
         )
-    one, other = written_in_both(graph, bridge, clean, corrupted)
+    wrote, other = written_in_both(graph, bridge, one, two)
     if ablation == "resample":
-        return one, other.parts
+        return one, wrote, other.parts
     if ablation == "zero":
-        return one, torch.zeros_like(other.parts[:, :1])
+        return one, wrote, torch.zeros_like(other.parts[:, :1])
     parts = other.parts if reference is None else written(graph, bridge, prompts).parts
-    return one, _mean(parts, counted, (1,)).to(parts.dtype)
+    return one, wrote, mean_of(parts, counted, (1,)).to(parts.dtype)
 
 
-def _mean(parts: Tensor, counted: Bool[Tensor, "batch pos"], over: tuple[int, ...]) -> Tensor:
-    """The mean over some axes, of tokens alone, in single precision or better: a sum of halves has no room."""
+def mean_of(
+    parts: Float[Tensor, "sender batch pos d_model"], counted: Bool[Tensor, "batch pos"], over: tuple[int, ...]
+) -> Float[Tensor, "..."]:
+    """The mean over some axes, of tokens alone, in single precision or better: a sum of halves has no room.
+
+    Args:
+        parts: what senders write.
+        counted: what is a token.
+        over: the axes, which stay with one entry.
+    """
     here = counted[None, :, :, None]
     total = parts.where(here, 0).sum(over, keepdim=True, dtype=torch.promote_types(parts.dtype, torch.float32))
     return total / here.sum(over, keepdim=True).clamp(min=1)
@@ -601,11 +543,12 @@ def mean_outputs(bridge: TransformerBridge, prompts: Iterable[Prompts]) -> Float
 def effects_of_edges(
     graph: Graph,
     bridge: TransformerBridge,
-    clean: Mapping[str, Any],
-    corrupted: Mapping[str, Any],
+    clean: Prompts,
+    corrupted: Prompts,
     metric: Metric,
     edges: Sequence[str] | None,
     verbose: bool,
+    model_kwargs: Mapping[str, Any],
     ablation: str | Float[Tensor, "constant d_model"] = "resample",
     reference: Prompts | None = None,
 ) -> Float[Tensor, "receiver sender"]:
@@ -613,10 +556,10 @@ def effects_of_edges(
 
     Args:
         graph: the graph of the bridge.
-        bridge, clean, corrupted, metric, edges, verbose, ablation, reference: as there.
+        bridge, clean, corrupted, metric, edges, verbose, model_kwargs, ablation, reference: as there.
     """
     wanted = graph.exists.nonzero().tolist() if edges is None else [list(graph.edge(edge)) for edge in edges]
-    one, other = ablated(graph, bridge, clean, corrupted, ablation, reference)
+    prompts, one, other = ablated(graph, bridge, clean, corrupted, model_kwargs, ablation, reference)
     change = other - one.parts
     values = torch.zeros(graph.exists.shape, dtype=torch.float64)
     differs = [part.abs().amax((0, 2)).nonzero().flatten() for part in change]
@@ -626,7 +569,7 @@ def effects_of_edges(
     ports = [graph.port_of[receiver] for receiver, _ in wanted]
     points = [f"blocks.{port.layer}.attn.hook_z" if keys.of(port) > 1 else port.name for port in ports]
     hooks = [bridge.hook_dict[point] for point in points]
-    runs = PatchedRuns(bridge, clean, hooks, size=bridge.cfg.n_heads)
+    runs = PatchedRuns(bridge, prompts, hooks, size=bridge.cfg.n_heads)
     patches: list[Patch] = []
     alone: dict[Port, list[tuple[int, int, int]]] = {}
     for index, ((receiver, sender), port, hook) in enumerate(zip(wanted, ports, hooks, strict=True)):

@@ -97,8 +97,8 @@ class Graph:
         self.ports: list[Port] = []
         #: For each sender, the receivers that feed it.
         self.inputs: list[list[int]] = [[]]
-        #: For each layer, the index of its first head's sender.
-        self.first_head: list[int] = []
+        #: Where senders write: of each hook point of the stream, and of what is added to it, which senders.
+        self.writes: dict[str, slice] = {"blocks.0.hook_resid_pre": slice(0, 1)}
         for index, layer in enumerate(self.layers):
             self._add(index, layer)
         after = len(self.layers)
@@ -107,8 +107,8 @@ class Graph:
     def _add(self, index: int, layer: LayerShape) -> None:
         before = len(self.senders)
         block = f"blocks.{index}"
-        self.first_head.append(before)
         if layer.heads:
+            self.writes[f"{block}.hook_attn_out"] = slice(before, before + layer.heads)
             grouped = "H" if layer.key_heads == layer.heads else "G"
             feeds: list[list[int]] = [[] for _ in range(layer.heads)]
             for letter in "qkv":
@@ -122,6 +122,7 @@ class Graph:
         if layer.mlp:
             upstream = before if layer.parallel else len(self.senders)
             first = self._port(f"{block}.hook_mlp_in", [f"L{index}MLP"], upstream, index, False)
+            self.writes[f"{block}.hook_mlp_out"] = slice(len(self.senders), len(self.senders) + 1)
             self.senders.append(f"L{index}MLP")
             self.inputs.append([first])
 
@@ -505,55 +506,50 @@ class SenderOutputs:
         parts: ``[sender, batch, pos, d_model]``. A head's is without the output projection's bias; where a norm follows
             attention, it is what that norm makes of the head's share, its scale held.
         logits: ``[batch, pos, d_vocab]``.
-        attn_out: for each layer with attention, what it adds as a whole, ``[batch, pos, d_model]``.
         end: the residual stream after the last block, ``[batch, pos, d_model]``.
-        seen: what stood at other hook points that were asked for, by name.
+        seen: by hook point, what each layer's heads add as a whole, ``[batch, pos, d_model]``, and what stood where it
+            was asked for.
     """
 
     parts: Float[Tensor, "sender batch pos d_model"]
     logits: Float[Tensor, "batch pos d_vocab"]
-    attn_out: Mapping[int, Tensor]
     end: Float[Tensor, "batch pos d_model"]
     seen: Mapping[str, Tensor]
 
 
-def names_of(graph: Graph, bridge: TransformerBridge, layer: int) -> list[str]:
-    """The hook points that say what a layer's senders write.
+def names_of(bridge: TransformerBridge, point: str) -> list[str]:
+    """The hook points that say what senders write.
 
     Args:
-        graph: the graph.
         bridge: the bridge.
-        layer: the layer.
+        point: where they write, one of `Graph.writes`.
     """
-    block, shape = f"blocks.{layer}", graph.layers[layer]
-    names = []
-    if shape.heads:
-        names.append(f"{block}.attn.hook_result")
-        if f"{block}.ln1_post.hook_scale" in bridge.hook_dict:
-            names += [f"{block}.attn.hook_out", f"{block}.ln1_post.hook_scale"]
-    if shape.mlp:
-        names.append(f"{block}.hook_mlp_out")
-    return names
+    block, _, name = point.rpartition(".")
+    if name != "hook_attn_out":
+        return [point]
+    norm = [f"{block}.attn.hook_out", scale] if (scale := f"{block}.ln1_post.hook_scale") in bridge.hook_dict else []
+    return [f"{block}.attn.hook_result", *norm]
 
 
-def heads_of(
-    bridge: TransformerBridge, seen: Mapping[str, Tensor], layer: int
-) -> Float[Tensor, "head batch pos d_model"]:
-    """What a layer's heads write, from what was seen at the hook points of `names_of`.
+def parts_of(
+    bridge: TransformerBridge, point: str, seen: Mapping[str, Tensor]
+) -> Float[Tensor, "sender batch pos d_model"]:
+    """What senders write, from what was seen at the hook points of `names_of`.
 
     Args:
-        bridge: the bridge.
+        bridge, point: as there.
         seen: activations by name.
-        layer: the layer.
     """
-    block = f"blocks.{layer}"
+    block, _, name = point.rpartition(".")
+    if name != "hook_attn_out":
+        return seen[point].unsqueeze(0)
     results = seen[f"{block}.attn.hook_result"]
-    if f"{block}.ln1_post.hook_scale" in seen:
-        norm = post_norm(bridge, layer, "attn")
+    if (scale := f"{block}.ln1_post.hook_scale") in seen:
+        norm = post_norm(bridge, bridge.hook_dict[point].point.depth, "attn")
         assert norm is not None
         rest = seen[f"{block}.attn.hook_out"] - results.sum(-2)  # the bias, of which every head has its share
         results = results + (rest / results.shape[-2]).unsqueeze(-2)
-        results = norm.linear(results, seen[f"{block}.ln1_post.hook_scale"].unsqueeze(-2)).to(rest.dtype)
+        results = norm.linear(results, seen[scale].unsqueeze(-2)).to(rest.dtype)
     return results.movedim(-2, 0)
 
 
@@ -592,9 +588,8 @@ def pairs_of(
     return one, other
 
 
-def written(
-    graph: Graph, bridge: TransformerBridge, prompts: Prompts, also: Sequence[str] = (), gradients: bool = False
-) -> SenderOutputs:
+@torch.no_grad()
+def written(graph: Graph, bridge: TransformerBridge, prompts: Prompts, also: Sequence[str] = ()) -> SenderOutputs:
     """Runs a model and takes apart what its senders write.
 
     Args:
@@ -602,7 +597,6 @@ def written(
         bridge: the bridge.
         prompts: what runs.
         also: other hook points that are read in the same run.
-        gradients: whether they keep the graph that they were computed by.
 
     Raises:
         ValueError: the model is in training mode. All studies of circuits pass here before they do anything else.
@@ -616,33 +610,15 @@ def written(
         torch.Size([21, 1, 3, 128])
     """
     refuse_training(bridge)
-    n = len(graph.layers)
-    names = ["blocks.0.hook_resid_pre", f"blocks.{n - 1}.hook_resid_post"]
-    for layer, shape in enumerate(graph.layers):
-        names += names_of(graph, bridge, layer)
-        if shape.heads:
-            names.append(f"blocks.{layer}.hook_attn_out")
-    with torch.set_grad_enabled(gradients):
-        logits, cache = bridge.run_with_cache(prompts, names_filter=[*dict.fromkeys([*names, *also])])
-        return _taken_apart(graph, bridge, logits, cache, also)
-
-
-def _taken_apart(
-    graph: Graph, bridge: TransformerBridge, logits: Tensor, cache: Mapping[str, Tensor], also: Sequence[str]
-) -> SenderOutputs:
+    end = f"blocks.{len(graph.layers) - 1}.hook_resid_post"
+    also = [*(name for name in graph.writes if name.endswith("hook_attn_out")), *also]
+    names = dict.fromkeys([end, *also, *(name for point in graph.writes for name in names_of(bridge, point))])
+    logits, cache = bridge.run_with_cache(prompts, names_filter=[*names])
     embed = cache["blocks.0.hook_resid_pre"]
     parts = embed.new_empty(len(graph.senders), *embed.shape)
-    parts[0] = embed
-    attn_out = {}
-    for layer, shape in enumerate(graph.layers):
-        at = graph.first_head[layer]
-        if shape.heads:
-            parts[at : at + shape.heads] = heads_of(bridge, cache, layer)
-            attn_out[layer] = cache[f"blocks.{layer}.hook_attn_out"]
-        if shape.mlp:
-            parts[at + shape.heads] = cache[f"blocks.{layer}.hook_mlp_out"]
-    end = cache[f"blocks.{len(graph.layers) - 1}.hook_resid_post"]
-    return SenderOutputs(parts, logits, attn_out, end, {name: cache[name] for name in also})
+    for point, senders in graph.writes.items():
+        parts[senders] = parts_of(bridge, point, cache)
+    return SenderOutputs(parts, logits, cache[end], {name: cache[name] for name in also})
 
 
 def refuse_another_sum(bridge: TransformerBridge, wrote: SenderOutputs) -> None:

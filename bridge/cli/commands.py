@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +74,7 @@ def run_generate(given: argparse.Namespace) -> int:
     Args:
         given: its arguments.
     """
-    from bridge.cli.model import named_model
+    from bridge.cli.model import CommandError, named_model
     from bridge.interventions import load
 
     bridge = named_model(given.model, given.tp, gguf_file=given.gguf_file)
@@ -84,8 +83,7 @@ def run_generate(given: argparse.Namespace) -> int:
         with bridge.hooks(fwd_hooks=hooks):
             texts = bridge.generate(given.prompts, given.max_new_tokens, do_sample=given.sample, verbose=False)
     except (FileNotFoundError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        raise CommandError(str(error)) from error
     for text in texts:
         print(text)
     return 0
@@ -131,7 +129,7 @@ def run_export(given: argparse.Namespace) -> int:
     """
     import torch
 
-    from bridge.cli.model import named_model
+    from bridge.cli.model import CommandError, named_model
     from bridge.hooks.names import UnknownHookError
     from bridge.interventions import Add, load
 
@@ -146,8 +144,7 @@ def run_export(given: argparse.Namespace) -> int:
         make = program.export_for_generation if given.generation else program.export
         make(_example(bridge, given.prompt), given.format, dynamic=not given.static, path=given.out)
     except (ImportError, FileNotFoundError, UnknownHookError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        raise CommandError(str(error)) from error
     print(f"wrote {given.out}: {given.format} of {bridge.cfg.model_name}")
     print(f"  inputs   {', '.join(('input_ids', 'attention_mask', *program.inputs))}")
     print(f"  outputs  {', '.join(('logits', *program.captured))}")
@@ -231,9 +228,10 @@ def run_harvest(given: argparse.Namespace) -> int:
     Args:
         given: its arguments.
     """
+    from bridge.cli.model import CommandError, named_model
     from bridge.harvest import Files, HarvestError, WriteError, check, harvest
     from bridge.hooks.names import UnknownHookError
-    from bridge.interventions import InterventionsFileError, OtherModelError
+    from bridge.interventions import InterventionsFileError, OtherModelError, load
 
     try:
         if given.check is not None:
@@ -247,36 +245,22 @@ def run_harvest(given: argparse.Namespace) -> int:
         options: dict[str, Any] = {name: getattr(given, name) for name in _OPTIONS}
         if given.separator is not None and given.separator.isdigit():
             options["separator"] = int(given.separator)
+        hooks: Sequence[Any] = ()
+        if given.interventions is not None:  # on the model without its weights, which the harvest loads itself
+            bare = named_model(given.model, load_weights=None if given.model == "embedded" else False)
+            hooks = load(given.interventions, bare)
+        model = given.model
         if given.tp:
+            if given.device is not None:
+                raise CommandError(
+                    f"--tp puts each process's part on a device of its own, so --device {given.device} says too much"
+                )
+            model = named_model(model, tp=True, dtype=given.model_dtype)
             options |= {"device": None, "model_dtype": None}
-        hooks = _interventions(given.model, given.interventions)
-        model = _spread(given) if given.tp else given.model
         report = harvest(model, Files(*given.files), interventions=hooks, **options)
     except (
         HarvestError, WriteError, FileNotFoundError, UnknownHookError, InterventionsFileError, OtherModelError
     ) as error:  # fmt: skip
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        raise CommandError(str(error)) from error
     print(report)
     return 0
-
-
-def _spread(given: argparse.Namespace) -> Any:
-    """The model over the processes of torchrun, each on a device of its own."""
-    from bridge.cli.model import CommandError, named_model
-
-    if given.device is not None:
-        raise CommandError(
-            f"--tp puts each process's part on a device of its own, so --device {given.device} says too much"
-        )
-    return named_model(given.model, tp=True, dtype=given.model_dtype)
-
-
-def _interventions(model: str, file: str | None) -> Sequence[Any]:
-    """The interventions of a file, looked at on the model without its weights, which the harvest loads itself."""
-    from bridge.cli.model import named_model
-    from bridge.interventions import load
-
-    if file is None:
-        return ()
-    return load(file, named_model(model, load_weights=None if model == "embedded" else False))

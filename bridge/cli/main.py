@@ -90,34 +90,24 @@ def declare(given: argparse.Namespace) -> int:
 def demo(given: argparse.Namespace) -> int:
     """Prints what a model does with a prompt, or writes it as a page."""
     from bridge.cli.demo import demo as told
-
-    if given.report is not None:
-        return write_page(given.model, given.prompt, given.report, given.gguf_file, given.tp)
-    told(given.model, given.prompt, given.gguf_file, given.tp)
-    return 0
-
-
-def write_page(model: str | None, prompt: str | None, path: str, gguf_file: str | None = None, tp: bool = False) -> int:
-    """Writes the demonstration as a page of pictures, and returns the exit status.
-
-    Args:
-        model, prompt, gguf_file, tp: as for `bridge.cli.demo.demo`.
-        path: the file to write.
-    """
     from bridge.cli.model import CommandError
 
-    if Path(path).suffix.lower() not in (".html", ".htm"):
-        raise CommandError(f"--report {path}: the page is HTML, so the file must end in .html")
-    if not Path(path).absolute().parent.is_dir():
-        raise CommandError(f"--report {path}: there is no folder {Path(path).absolute().parent}")
+    if given.report is None:
+        told(given.model, given.prompt, given.gguf_file, given.tp)
+        return 0
+    path = Path(given.report)
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise CommandError(f"--report {given.report}: the page is HTML, so the file must end in .html")
+    if not path.absolute().parent.is_dir():
+        raise CommandError(f"--report {given.report}: there is no folder {path.absolute().parent}")
     try:
         from bridge.cli.story import story
     except ImportError as error:  # the extra is not installed: the error says which command installs it
         raise CommandError(str(error)) from error
-    page = story(model, prompt, gguf_file, tp)
-    if not _follows(tp):
-        Path(path).write_text(page, encoding="utf-8")
-    print(f"wrote {path}: open it in a browser")
+    page = story(given.model, given.prompt, given.gguf_file, given.tp)
+    if not _follows(given.tp):
+        path.write_text(page, encoding="utf-8")
+    print(f"wrote {given.report}: open it in a browser")
     return 0
 
 

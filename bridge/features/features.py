@@ -167,7 +167,12 @@ def feature_logit_attrs(
     features = dense(cache[name])
     of_heads = "n_heads" in hook.point.axes.split()
     with torch.no_grad():
-        rows = _to_the_stream(cache, base, hook, _written(hook, features, of_heads), of_heads)
+        rows = _written(hook, features, of_heads)  # and behind the last matrix of their part
+        if base.endswith(".hook_z"):
+            results = written_by_heads(cache, hook.point.depth, rows)
+            rows = results if of_heads else results.sum(-2)
+        elif base.endswith(".hook_post"):
+            rows = rows @ rows_of_neurons(cache, hook.point.depth, rows)
     features = pick(features, pos_slice, -3 if of_heads else -2).movedim(-1, 0)
     if of_heads:
         features, rows = features.movedim(-1, 0).flatten(0, 1), rows.transpose(0, 1).flatten(0, 1)
@@ -192,14 +197,6 @@ def _written(hook: HookPoint, features: Tensor, of_heads: bool) -> Tensor:
     if (zero[0] + summed - view.basis.decode(features)).abs().max() > 1e-3 * (1 + features.abs().max()):
         raise ValueError(f"the decode of {hook.name} is not linear in the features: it is no sum of what each writes")
     return written
-
-
-def _to_the_stream(cache: ActivationCache, base: str, hook: HookPoint, written: Tensor, of_heads: bool) -> Tensor:
-    """What features write, behind the last matrix of their part."""
-    if base.endswith(".hook_z"):
-        results = written_by_heads(cache, hook.point.depth, written)
-        return results if of_heads else results.sum(-2)
-    return written @ rows_of_neurons(cache, hook.point.depth, written) if base.endswith(".hook_post") else written
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ import errno
 import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
-from functools import partial
+from dataclasses import astuple, dataclass
+from functools import cached_property, partial
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -111,10 +111,10 @@ class AttributionGraph:
     values: Float[Tensor, " node"]
     probabilities: Float[Tensor, " logit"]
     received: Float[Tensor, " node"]
-    _at: dict[Node, int] = field(default_factory=dict, compare=False)
 
-    def __post_init__(self) -> None:
-        self._at.update((node, at) for at, node in enumerate(self.nodes))
+    @cached_property
+    def _at(self) -> dict[Node, int]:
+        return {node: at for at, node in enumerate(self.nodes)}
 
     def __repr__(self) -> str:
         kinds = [node.kind for node in self.nodes]
@@ -563,14 +563,18 @@ class ScoreTerms:
             ValueError: no term is asked for.
         """
         check_positive("n", n)
-        found: list[tuple[float, int, int]] = []
+        found: list[tuple[Node, Node, float]] = []
         for first in range(0, len(self.queries), _ROWS):  # a table of all pairs may be too large
-            terms = self.query_parts[first : first + _ROWS] @ self.key_parts.T
-            for at in terms.flatten().abs().topk(min(n, terms.numel())).indices.tolist():
-                i, j = divmod(at, len(self.keys))
-                found.append((float(terms[i, j]), first + i, j))
-        found.sort(key=lambda term: -abs(term[0]))
-        return [(self.queries[i], self.keys[j], term) for term, i, j in found[:n]]
+            terms = _largest(self.query_parts[first : first + _ROWS] @ self.key_parts.T, n)
+            found += [(self.queries[first + i], self.keys[j], term) for i, j, term in terms]
+        found.sort(key=lambda term: -abs(term[2]))
+        return found[:n]
+
+
+def _largest(table: Float[Tensor, "row column"], n: int) -> list[tuple[int, int, float]]:
+    """The entries of the largest size: row, column, entry."""
+    found = table.abs().flatten().topk(min(n, table.numel())).indices.tolist()
+    return [(i, j, float(table[i, j])) for i, j in (divmod(at, table.shape[1]) for at in found)]
 
 
 #: Positions that are said to the model by numbers that are added to scores.
@@ -639,7 +643,7 @@ def score_terms(
     ):
         if not 0 <= index < size:
             raise ValueError(f"{what} is {index}; there are {size}, counted from 0")
-    score = _uncapped_by(bridge.cfg.attn_scores_soft_cap, scores[0, head, query, key].float())
+    score = _uncapped(bridge.cfg.attn_scores_soft_cap, scores[0, head, query, key].float())
     if not torch.isfinite(score):
         raise ValueError(f"position {query} does not attend to position {key}: there is no score")
     with bridge.linearised(prompt), torch.enable_grad():
@@ -709,9 +713,7 @@ class HeadLoadings:
             ValueError: no loading is asked for.
         """
         check_positive("n", n)
-        found = self.values.abs().flatten().topk(min(n, self.values.numel())).indices.tolist()
-        places = [divmod(at, len(self.heads)) for at in found]
-        return [(self.nodes[i], self.heads[j], float(self.values[i, j])) for i, j in places]
+        return [(self.nodes[i], self.heads[j], loading) for i, j, loading in _largest(self.values, n)]
 
 
 @refuse_wrong_types
@@ -819,22 +821,19 @@ def _asked(
     together: int,
     model_kwargs: Mapping[str, Any],
 ) -> tuple[list[HookPoint], dict[str, Any], Tensor]:
-    """The bases, the prompt, and at which positions there are nodes, of what all graphs are asked for."""
+    """The bases, the prompt, and at which positions features and errors are nodes, of what all graphs are asked for.
+
+    Raises:
+        RuntimeError: inference mode.
+        ValueError: training mode, several streams, no row, a base that cannot be, several prompts, padding, or a
+            position that is not there.
+    """
     refuse_inference_mode("a graph of features")
     refuse_training(bridge)
     refuse_no_stream(bridge)
     check_positive("together", together)
     bases = _checked_bases(bridge, points)
     prompt = prompts_with(bridge, tokens, model_kwargs)
-    return bases, prompt, _positions(bridge, prompt, without)
-
-
-def _positions(bridge: TransformerBridge, prompt: Mapping[str, Any], without: Sequence[int]) -> Tensor:
-    """The positions at which features and errors are nodes.
-
-    Raises:
-        ValueError: several prompts, or padding, or a position that is not there.
-    """
     rows, length = prompt["input_ids"].shape
     if rows != 1:
         raise ValueError(f"tokens are {rows} prompts; a graph is of one, [1, pos]")
@@ -844,7 +843,7 @@ def _positions(bridge: TransformerBridge, prompt: Mapping[str, Any], without: Se
         raise ValueError(f"without_positions names {wrong[0]}; there are {length} positions")
     kept = torch.ones(length, dtype=torch.bool, device=bridge.cfg.device)
     kept[list(without)] = False
-    return kept
+    return bases, prompt, kept
 
 
 def _check_logits(logits: Tensor | int, d_vocab: int) -> None:
@@ -897,12 +896,8 @@ def _beginnings(bridge: TransformerBridge) -> list[str]:
     return found
 
 
-def _uncapped(bridge: TransformerBridge, logits: Tensor) -> Tensor:
+def _uncapped(cap: float, x: Tensor) -> Tensor:
     """What entered a soft cap, which is linear."""
-    return _uncapped_by(bridge.cfg.output_logits_soft_cap, logits)
-
-
-def _uncapped_by(cap: float, x: Tensor) -> Tensor:
     return cap * (x / cap).atanh() if cap > 0 else x
 
 
@@ -921,7 +916,8 @@ def _refuse_what_is_not_linear(bridge: TransformerBridge, prompt: dict[str, Any]
             larger = [(name, lambda act, hook, times=times: act * times) for name in _beginnings(bridge)]
             with bridge.hooks(fwd_hooks=larger):
                 logits, cache = bridge.run_with_cache(prompt, names_filter=streams)
-            found.append({**cache, "the logits": _uncapped(bridge, logits.float())})
+            ends = _uncapped(bridge.cfg.output_logits_soft_cap, logits.float())
+            found.append({**cache, "the logits": ends})
     least = torch.finfo(logits.dtype).eps  # also of what was computed in half precision and is single here
     for name in found[0]:
         one, two, three = (run[name].double() for run in found)
@@ -1144,7 +1140,8 @@ class _ReplacementRun:
         later = [follower.name.rpartition(".")[0] for hook in bases for follower in hook.point.linked]
         for name in dict.fromkeys([*by_point, *later, *mlps]):
             hooks.append((name, self._replace(by_point.get(name), written_later(name, bases, bridge.hook_dict))))
-        made = _uncapped(bridge, bridge.run_with_hooks(prompt, fwd_hooks=hooks)[0, -1].float())
+        logits = bridge.run_with_hooks(prompt, fwd_hooks=hooks)[0, -1].float()
+        made = _uncapped(bridge.cfg.output_logits_soft_cap, logits)
         ends = (made - made.mean())[tokens]
         self.logits = _Receivers(len(self.sources), torch.arange(len(tokens)), lambda some: ends[some], True)
 
@@ -1386,7 +1383,11 @@ class _ReplacementRun:
         known: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
         expanded = torch.zeros_like(feature)
         while True:
-            best = _followed(begin, known).topk(limit)
+            influence = begin.clone()  # how much of the logits goes through each node, by the rows that are known
+            for at in sorted(known, reverse=True):  # that of what is computed later is whole by then
+                for rows, columns, shares in known[at]:
+                    influence.index_add_(0, columns.flatten(), (influence[rows, None] * shares).flatten())
+            best = influence.topk(limit)
             first = best.indices[best.values > 0]
             fresh = first[feature[first] & ~expanded[first]][: max(self.together, int(expanded.sum()) // 4)]
             if not len(fresh):
@@ -1410,17 +1411,3 @@ class _ReplacementRun:
         own = point.rpartition(".")[0]
         read = [name for name, _ in view.reads] if isinstance(view, InBasis) and view.reads else [own]
         return any(".mlp." in name or name.endswith(".hook_mlp_out") for name in read)
-
-
-def _followed(begin: Tensor, known: Mapping[int, Sequence[tuple[Tensor, Tensor, Tensor]]]) -> Float[Tensor, " node"]:
-    """How much of the logits goes through each node, by the rows that are known.
-
-    Args:
-        begin: each node's share of what the logits get.
-        known: for each source, in the order of the computation, rows: whose, of which nodes, the shares.
-    """
-    influence = begin.clone()
-    for at in sorted(known, reverse=True):  # that of what is computed later is whole by then
-        for rows, columns, shares in known[at]:
-            influence.index_add_(0, columns.flatten(), (influence[rows, None] * shares).flatten())
-    return influence

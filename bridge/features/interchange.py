@@ -336,20 +336,17 @@ class _Alignment:
     def source_of(self, bridge: TransformerBridge) -> Float[Tensor, "batch d"]:
         """The sources' activations."""
         if bridge not in self._sources:
-            with torch.no_grad():
-                _, cache = bridge.run_with_cache(self.source, names_filter=self.name)
-            (act,) = cache.values()
-            if act.ndim != 3:
-                raise ValueError(f"{self.name} has the shape {list(act.shape)}; a subspace is of [batch, pos, d]")
-            self._sources[bridge] = _read(act, self.source_places)
+            self._sources[bridge] = self.at(bridge, self.source, self.source_places)
         return self._sources[bridge]
 
-    def bases_of(self, bridge: TransformerBridge, rows: Tensor) -> Float[Tensor, "rows d"]:
-        """Some base prompts' activations."""
-        with torch.no_grad():
-            _, cache = bridge.run_with_cache(self.base, names_filter=self.name)
+    @torch.no_grad()
+    def at(self, bridge: TransformerBridge, prompts: dict[str, Any], places: Tensor) -> Float[Tensor, "batch d"]:
+        """The activations of prompts, each at a place of its own."""
+        _, cache = bridge.run_with_cache(prompts, names_filter=self.name)
         (act,) = cache.values()
-        return _read(act, self.places)[rows]
+        if act.ndim != 3:
+            raise ValueError(f"{self.name} has the shape {list(act.shape)}; a subspace is of [batch, pos, d]")
+        return _read(act, places)
 
     def new(self, bridge: TransformerBridge, dimension: int, generator: torch.Generator) -> _Along:
         """A random subspace."""
@@ -590,7 +587,7 @@ def _exchange(
         return search.new(bridge, dimension, torch.Generator().manual_seed(seed))
     size = there.shape[-1]
     if method == "components":
-        acts = torch.cat([search.bases_of(bridge, train), there[train]]).float()
+        acts = torch.cat([search.at(bridge, search.base, search.places)[train], there[train]]).float()
         found = torch.linalg.svd(acts - acts.mean(0), full_matrices=False)
         known = found.S[0] * 1e-5 < found.S
         basis, size = Directions(found.Vh[known].T.contiguous(), orthonormal=True).to(there), int(known.sum())

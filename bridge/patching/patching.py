@@ -147,7 +147,7 @@ def generic_activation_patch(
     as_result = metrics.several or baseline or reduce == "none"
     if as_result and return_index_df:
         raise ValueError("return_index_df is for a tensor: a PatchingResult has the data frame as index_df")
-    indices = _indices(model, prompts["input_ids"], activation_name, index_axis_names, index_df, clean_cache)
+    indices = Indices.of(model, prompts["input_ids"], activation_name, index_axis_names, index_df, clean_cache)
     frame = indices.frame() if return_index_df else None
     steps = _steps(model, clean_cache, activation_name, indices, patch_setter)
     with tqdm(total=len(steps), desc=f"patching {activation_name}", unit="patch", disable=not verbose) as bar:
@@ -166,24 +166,6 @@ def generic_activation_patch(
         values, list(indices.axis_names), indices.given, list(metrics.names), reduce != "none", before, True
     )
     return found if metrics.several else found["metric"]
-
-
-def _indices(
-    model: TransformerBridge,
-    tokens: Tensor,
-    activation_name: str,
-    axis_names: Sequence[str] | None,
-    table: Any,
-    clean_cache: Mapping[str, Tensor],
-) -> Indices:
-    """What to go through, in the one way or the other."""
-    if table is not None and axis_names is not None:
-        raise ValueError("give either index_axis_names or index_df: each of them says which indices to go through")
-    if table is not None:
-        return Indices.of_frame(table)
-    if axis_names is None:
-        raise ValueError("give index_axis_names, or a data frame of indices as index_df")
-    return Indices.of_axes(model, tokens, activation_name, axis_names, clean_cache)
 
 
 def _steps(
@@ -395,7 +377,6 @@ def get_act_patch_attn_head_all_pos_every(
         As `generic_activation_patch`.
         TypeError: several metrics, `baseline`, or ``reduce="none"``.
     """
-    _numbers_only(metric, options)
     patchers = (
         get_act_patch_attn_head_out_all_pos,
         get_act_patch_attn_head_q_all_pos,
@@ -403,7 +384,7 @@ def get_act_patch_attn_head_all_pos_every(
         get_act_patch_attn_head_v_all_pos,
         get_act_patch_attn_head_pattern_all_pos,
     )
-    return _stacked(patch(model, corrupted_tokens, clean_cache, metric, **options) for patch in patchers)
+    return _stacked(patchers, model, corrupted_tokens, clean_cache, metric, options)
 
 
 def get_act_patch_attn_head_by_pos_every(
@@ -425,16 +406,14 @@ def get_act_patch_attn_head_by_pos_every(
         As `generic_activation_patch`.
         TypeError: several metrics, `baseline`, or ``reduce="none"``.
     """
-    _numbers_only(metric, options)
     patchers = (
         get_act_patch_attn_head_out_by_pos,
         get_act_patch_attn_head_q_by_pos,
         get_act_patch_attn_head_k_by_pos,
         get_act_patch_attn_head_v_by_pos,
+        lambda *given, **more: get_act_patch_attn_head_pattern_by_pos(*given, **more).transpose(1, 2),
     )
-    results = [patch(model, corrupted_tokens, clean_cache, metric, **options) for patch in patchers]
-    pattern = get_act_patch_attn_head_pattern_by_pos(model, corrupted_tokens, clean_cache, metric, **options)
-    return _stacked([*results, pattern.transpose(1, 2)])
+    return _stacked(patchers, model, corrupted_tokens, clean_cache, metric, options)
 
 
 def get_act_patch_block_every(
@@ -456,23 +435,29 @@ def get_act_patch_block_every(
         As `generic_activation_patch`.
         TypeError: several metrics, `baseline`, or ``reduce="none"``.
     """
-    _numbers_only(metric, options)
     patchers = (get_act_patch_resid_pre, get_act_patch_attn_out, get_act_patch_mlp_out)
-    return _stacked(patch(model, corrupted_tokens, clean_cache, metric, **options) for patch in patchers)
+    return _stacked(patchers, model, corrupted_tokens, clean_cache, metric, options)
 
 
-def _numbers_only(metric: Any, options: Mapping[str, Any]) -> None:
-    """Refuses what gives more than a number for each patch, of which no one tensor can be made."""
+def _stacked(
+    patchers: Sequence[Callable[..., Tensor]],
+    model: TransformerBridge,
+    corrupted_tokens: Prompts,
+    clean_cache: Mapping[str, Tensor],
+    metric: Metric,
+    options: Mapping[str, Any],
+) -> Tensor:
+    """Results of all kinds along a first axis; fewer key heads than query heads are filled up with zeros.
+
+    Raises:
+        TypeError: what gives more than a number for each patch, of which no one tensor can be made.
+    """
     if isinstance(metric, Mapping) or options.get("baseline") or options.get("reduce") == "none":
         raise TypeError(
             "several metrics, baseline=True and reduce='none' are for one kind of activation: call "
             "get_act_patch_attn_head_out_all_pos and its siblings one by one"
         )
-
-
-def _stacked(results: Any) -> Tensor:
-    """Results of all kinds along a first axis; fewer key heads than query heads are filled up with zeros."""
-    every: Sequence[Tensor] = list(results)
+    every = [patch(model, corrupted_tokens, clean_cache, metric, **options) for patch in patchers]
     heads = max(result.shape[-1] for result in every)
     return torch.stack([torch.nn.functional.pad(result, (0, heads - result.shape[-1])) for result in every])
 

@@ -226,21 +226,27 @@ class Indices:
     table: Any = None
 
     @classmethod
-    def of_frame(cls, table: Any) -> Indices:
-        """Those of a pandas data frame's rows."""
-        rows = [[int(i) for i in row] for row in table.itertuples(index=False, name=None)]
-        return cls(rows, [True] * len(rows), (), (len(rows),), table)
-
-    @classmethod
-    def of_axes(
+    def of(
         cls,
         model: TransformerBridge,
         tokens: Tensor,
         activation_name: str,
-        axis_names: Sequence[str],
+        axis_names: Sequence[str] | None,
+        table: Any,
         clean_cache: Mapping[str, Tensor],
     ) -> Indices:
-        """All combinations along axes; the arguments are those of `generic_activation_patch`."""
+        """All combinations along axes, or a data frame's rows; the arguments are those of `generic_activation_patch`.
+
+        Raises:
+            ValueError: neither is given, or both.
+        """
+        if table is not None and axis_names is not None:
+            raise ValueError("give either index_axis_names or index_df: each of them says which indices to go through")
+        if table is not None:
+            rows = [[int(i) for i in row] for row in table.itertuples(index=False, name=None)]
+            return cls(rows, [True] * len(rows), (), (len(rows),), table)
+        if axis_names is None:
+            raise ValueError("give index_axis_names, or a data frame of indices as index_df")
         there = _layers(model, activation_name)
         sizes = [_size(model, tokens, activation_name, axis, there, clean_cache) for axis in axis_names]
         rows = [list(row) for row in itertools.product(*map(range, sizes))]

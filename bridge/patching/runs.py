@@ -28,7 +28,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -44,7 +44,7 @@ from bridge.bridge import TransformerBridge
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.modules import close
 from bridge.hooks.rows import OF_ROWS, tiled
-from bridge.patching.lazy_logits import LazyLogits, LogitsAt, lazy
+from bridge.patching.lazy_logits import LazyLogits, lazy
 from bridge.run.layer_range import StopRun
 from bridge.run.recorder import free_memory
 
@@ -136,7 +136,10 @@ class CorruptedRun:
         wanted = dict.fromkeys([*(names.values() if self._streams_known else ()), *pairs, *keep])
         options: dict[str, Any] = {}
         # Of images and the like no one run tells which positions they change the masks of: no keys and values then.
-        caching = self.length > 1 and _may_cache(model) and prompts.keys() <= {"input_ids", *OF_ROWS}
+        # And what reads from left to right alone goes on from keys and values of earlier tokens.
+        causal = model.cfg.attention_dir == "causal" and not model.core.config.is_encoder_decoder
+        may_cache = self.length > 1 and causal and gives_cache(model.core)
+        caching = may_cache and prompts.keys() <= {"input_ids", *OF_ROWS}
         if caching:
             options["return_type"] = "logits_and_cache"
         if wanted:
@@ -275,12 +278,6 @@ class _KeysAlone(DynamicCache):
 
 def _same(one: Tensor, other: Tensor) -> bool:
     return one.device == other.device and torch.equal(one, other)
-
-
-def _may_cache(model: TransformerBridge) -> bool:
-    """Whether the model reads from left to right and takes keys and values of earlier tokens."""
-    causal = model.cfg.attention_dir == "causal" and not model.core.config.is_encoder_decoder
-    return causal and gives_cache(model.core)
 
 
 def _plain_cache(cache: Any, length: int) -> DynamicCache | None:
@@ -662,17 +659,14 @@ class _Ends:
     """
 
     def __init__(self, run: CorruptedRun, rows: Tensor, start: int, before_last: bool) -> None:
-        self.run, self.rows, self.start, self.before_last = run, rows, start, before_last
+        self.run, self.rows, self.start = run, rows, start
         self._begin = rows.shape[1] if before_last else 0
         self._after = rows
         self._found: dict[tuple[int, ...], tuple[int, Tensor]] = {}
 
     def logits(self, number: int) -> LazyLogits:
         """The logits of one patch."""
-        return lazy(self._of(number), self.run.logits.shape, self.run.logits)
-
-    def _of(self, number: int) -> LogitsAt:
-        return lambda positions: self._at(number, positions)
+        return lazy(partial(self._at, number), self.run.logits.shape, self.run.logits)
 
     def _at(self, number: int, positions: list[int]) -> Tensor:
         later = [place for place, position in enumerate(positions) if position >= self.start]

@@ -36,6 +36,11 @@ class Region(NamedTuple):
     pos: int
     pattern: bool
 
+    @property
+    def slot(self) -> int | None:
+        """Where an index, the layer first, names a position; None where it names none."""
+        return 1 + self.axes.index(self.pos) if self.pos in self.axes else None
+
     def chosen(self, place: Sequence[int]) -> tuple[int | slice, ...]:
         """What an index, the layer first, picks of the activation without its batch axis."""
         picked = dict(zip(self.axes, place[1:], strict=True))
@@ -280,7 +285,7 @@ def _misfit(corrupted: Tensor, clean: Tensor, index: Sequence[int]) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Which positions a ready-made patch changes, and the same patch of a run that starts at a later position.
+# What is known of ready-made patches, and where two activations differ.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -295,29 +300,6 @@ REGIONS: dict[PatchSetter, Region] = {
     layer_head_pos_pattern_patch_setter: _QUERY,
     layer_head_dest_src_pos_pattern_patch_setter: _ENTRY,
 }
-
-
-def region_of(setter: PatchSetter, axes: str) -> Region | None:
-    """What a setter writes of an activation with these axes; None where that is not known.
-
-    Args:
-        setter: the setter.
-        axes: of the activation, such as ``"batch pos d_model"``.
-
-    Example:
-        >>> from bridge.patching import layer_pos_patch_setter
-        >>> from bridge.patching.setters import region_of
-        >>> region_of(layer_pos_patch_setter, "batch pos d_model")
-        Region(axes=(0,), pos=0, pattern=False)
-    """
-    region = REGIONS.get(setter)
-    names = axes.split()
-    if region is None or names[0] != "batch":
-        return None
-    if setter in (layer_feature_patch_setter, layer_pos_feature_patch_setter):
-        region, _ = _of_features(region, len(names))
-    fits = names[2:] == ["pos", "key_pos"] if region.pattern else names[1] == "pos"
-    return region if fits and max(region.axes) < len(names) - 1 else None
 
 
 def differences(
@@ -338,62 +320,6 @@ def differences(
     if clean.shape[1:] != corrupted.shape[1:] or clean.shape[0] not in (1, len(corrupted)):
         return None
     return (clean.to(corrupted.device) != corrupted).any(0)
-
-
-def changed_positions(region: Region, place: Sequence[int], differs: Bool[Tensor, "..."]) -> list[int]:
-    """The positions at which a patch changes anything.
-
-    Args:
-        region: what the setter writes.
-        place: the index, the layer first.
-        differs: see `differences`.
-
-    Raises:
-        IndexError: the place is not in the activation.
-
-    Example:
-        >>> import torch
-        >>> from bridge.patching import layer_head_vector_patch_setter
-        >>> from bridge.patching.setters import changed_positions, region_of
-        >>> differs = torch.tensor([[False, False], [False, True], [True, True]])[..., None]  # pos head d_head
-        >>> region = region_of(layer_head_vector_patch_setter, "batch pos n_heads d_head")
-        >>> changed_positions(region, [0, 1], differs), changed_positions(region, [0, 0], differs)
-        ([1, 2], [2])
-    """
-    found = differs[region.chosen(place)]
-    if region.pos in region.axes:
-        at = place[1 + region.axes.index(region.pos)]
-        return [at % differs.shape[region.pos]] if bool(found.any()) else []
-    by_position = found.flatten(1).any(1) if found.ndim > 1 else found
-    return by_position.nonzero().flatten().tolist()
-
-
-def from_position(
-    region: Region, place: Sequence[int], clean: Shaped[Tensor, "..."], start: int
-) -> tuple[list[int], Shaped[Tensor, "..."]]:
-    """The index and the clean activation of the same patch where the positions before `start` do not run.
-
-    Args:
-        region: what the setter writes.
-        place: the index, the layer first.
-        clean: the clean activation.
-        start: the first position that runs.
-
-    Example:
-        >>> import torch
-        >>> from bridge.patching import layer_pos_patch_setter
-        >>> from bridge.patching.setters import from_position, region_of
-        >>> region = region_of(layer_pos_patch_setter, "batch pos d_model")
-        >>> place, clean = from_position(region, [3, 5], torch.zeros(1, 8, 2), 4)
-        >>> place, clean.shape
-        ([3, 1], torch.Size([1, 4, 2]))
-    """
-    length = clean.shape[1 + region.pos]
-    moved = list(place)
-    if region.pos in region.axes:
-        slot = 1 + region.axes.index(region.pos)
-        moved[slot] = moved[slot] % length - start
-    return moved, clean.narrow(1 + region.pos, start, length - start)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -419,21 +345,32 @@ class PatchStep:
 
     @property
     def region(self) -> Region | None:
-        """What the setter writes, where that is known."""
-        return region_of(self.setter, self.hook.point.axes)
+        """What the setter writes of an activation with these axes, where that is known."""
+        region, names = REGIONS.get(self.setter), self.hook.point.axes.split()
+        if region is None or names[0] != "batch":
+            return None
+        if self.setter in (layer_feature_patch_setter, layer_pos_feature_patch_setter):
+            region, _ = _of_features(region, len(names))
+        fits = names[2:] == ["pos", "key_pos"] if region.pattern else names[1] == "pos"
+        return region if fits and max(region.axes) < len(names) - 1 else None
 
     def changed(self, differs: Bool[Tensor, "..."] | None) -> list[int] | None:
-        """The positions that it changes; None where that is not known.
+        """The positions at which it changes anything; None where that is not known.
 
         Args:
             differs: where the clean and the corrupted activation differ, without the batch axis; None: not known.
         """
-        if self.region is None or differs is None:
+        region = self.region
+        if region is None or differs is None:
             return None
         try:
-            return changed_positions(self.region, self.place, differs)
+            found = differs[region.chosen(self.place)]
         except (IndexError, ValueError):
             return None  # the setter says what does not fit
+        if region.slot is not None:
+            return [self.place[region.slot] % differs.shape[region.pos]] if bool(found.any()) else []
+        by_position = found.flatten(1).any(1) if found.ndim > 1 else found
+        return by_position.nonzero().flatten().tolist()
 
     def edit(self, start: int) -> Callable[[Tensor], Tensor | None]:
         """What patches the corrupted activation of the positions from `start` on."""
@@ -443,5 +380,8 @@ class PatchStep:
         region, place, clean = self.region, list(self.place), self.clean
         # Keys and values made from latents are made for all positions, those before `start` too.
         if start and region is not None and activation.shape[1 + region.pos] != clean.shape[1 + region.pos]:
-            place, clean = from_position(region, place, clean, start)
+            length = clean.shape[1 + region.pos]
+            if region.slot is not None:
+                place[region.slot] = place[region.slot] % length - start
+            clean = clean.narrow(1 + region.pos, start, length - start)
         return self.setter(activation, place, clean)

@@ -110,7 +110,9 @@ def attention(
         values = values.masked_fill(torch.ones(values.shape[-2:]).triu(1).bool(), -torch.inf)  # no zero: blank
     flat = values.reshape(-1, *values.shape[-2:])
     longest = max(len(labels), len(keys))
-    cell = _overview_cell(longest, *map(len, sides)) if sides else max(3.0, min(18.0, 220 / longest))
+    down, across = (len(sides[0]), len(sides[1])) if sides else (1, 1)
+    panel = max(12.0, min(72.0, SCREEN[0] / across - 3, SCREEN[1] / down - 3))  # so that a screen shows all
+    cell = panel / longest if sides else max(3.0, min(18.0, 220 / longest))
     return grid(
         flat if values.ndim > 2 else flat[0],
         Axis("query", labels, cell),
@@ -151,11 +153,6 @@ def _block_labels(labels: list[str], size: int) -> list[str]:
     """The names of blocks: the first and the last token of each, and where they are."""
     ends = [(first, min(first + size, len(labels)) - 1) for first in range(0, len(labels), size)]
     return [f"{first}{labels[first]} to {last}{labels[last]}" for first, last in ends]
-
-
-def _overview_cell(n: int, down: int, across: int) -> float:
-    """The pixels of a cell of so many panels that a screen shows them all."""
-    return max(12.0, min(72.0, SCREEN[0] / across - 3, SCREEN[1] / down - 3)) / n
 
 
 # ----------------------------------------------------------------------------------------------------------------------

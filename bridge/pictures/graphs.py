@@ -746,11 +746,10 @@ def circuit(
     label = {name: known.get(name, CircuitNode()).label or visible(name) for pair in pairs for name in pair}
     shown = [words[at] for at in sorted(set(positions.values()))]
     found, sizes = fitted(pairs, columns or columns_of(pairs), positions or None, [*label.values()], shown, width)
-    names = [*found.nodes]
+    names, places = [*found.nodes], [*found.nodes.values()]
     labels = [label[name] for name in names]
-    numbered = {name: at for at, name in enumerate(names)}
-    numbers = [(numbered[sender], numbered[receiver]) for sender, receiver in pairs]
-    order = sorted(range(len(names)), key=lambda at: found.nodes[names[at]][0])
+    numbers = [(names.index(sender), names.index(receiver)) for sender, receiver in pairs]
+    order = sorted(range(len(names)), key=lambda at: places[at][0])
     graph = GraphDrawing(
         pairs=numbers,
         scores=strengths,
@@ -759,14 +758,17 @@ def circuit(
             f"{label} [{positions[name]}]" if name in positions else label
             for name, label in zip(names, labels, strict=True)
         ],
-        places=[found.nodes[name] for name in names],
+        places=places,
         paths=found.paths,
         bands=[(words[at], *place) for at, place in found.bands.items()] if positions else [],
         negative_supports=supports == "negative",
         sizes=sizes,
         strongest_path=strongest_path(numbers, strengths, order),
     )
-    legend = [f"{_legend(supports, metric, measure, largest)}; thick boxes: the strongest path"]
+    said = f"blue: positive {measure}, orange: negative"
+    if supports is not None:
+        said = f"blue: the {metric} falls without it, orange: it rises"
+    legend = [f"{said}; width: {measure}, up to {largest:g}; thick boxes: the strongest path"]
     if len(pairs) > len(given):
         way = "top to bottom" if sizes.down else "left to right"
         legend.append(f"dotted: the inputs of one head; from {way}: the layers")
@@ -785,7 +787,8 @@ def circuit(
     below = details(graph, effects, patterns, words, metric, measure)
     usermeta = {"details": True, "open": [round(share, 3) for share in graph.opens_at]}
     chart = alt.vconcat(drawn, below, spacing=14).properties(config=configuration(), usermeta=usermeta)
-    return Picture(chart.add_params(dark_parameter(), _slider(largest)), title)
+    ends = alt.binding_range(min=0, max=largest, step=largest / 100, name="hide edges below ")
+    return Picture(chart.add_params(dark_parameter(), alt.param(name="least", value=0, bind=ends)), title)
 
 
 def _ends_of(edges: list[tuple[str, str, float]]) -> list[tuple[str, str]]:
@@ -822,21 +825,6 @@ def _check_nodes(nodes: Mapping[str, CircuitNode], ends: set[str], n_tokens: int
             )
         if node.pattern is not None and list(node.pattern.shape) != [n_tokens] * 2:
             raise ValueError(f"a pattern has shape {list(node.pattern.shape)}, and there are {n_tokens} tokens")
-
-
-def _slider(largest: float) -> alt.Parameter:
-    """What hides edges with smaller scores."""
-    ends = alt.binding_range(min=0, max=largest, step=largest / 100, name="hide edges below ")
-    return alt.param(name="least", value=0, bind=ends)
-
-
-def _legend(supports: str | None, metric: str, measure: str, largest: float) -> str:
-    """What colours and widths say."""
-    if supports is None:
-        said = f"blue: positive {measure}, orange: negative"
-    else:
-        said = f"blue: the {metric} falls without it, orange: it rises"
-    return f"{said}; width: {measure}, up to {largest:g}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

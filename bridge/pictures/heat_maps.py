@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ from bridge.pictures.style import (
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-#: What stands for no value.
+#: What stands for no value: a number that no activation reaches.
 BLANK = 1e300
 
 
@@ -94,7 +95,9 @@ def grid(
     """
     n_rows, n_columns = values.shape[-2:]
     # The values stand alone, in order; where each belongs follows from its number.
-    chart = rows_chart(_for_vega(values, 4 if numbers else 3)).transform_window(n="row_number()")
+    rounded = compact(values, 4 if numbers else 3)
+    numbered = [BLANK if value is None else value for value in rounded]  # lists must hold numbers only
+    chart = rows_chart(numbered).transform_window(n="row_number()")
     chart = chart.transform_calculate(
         r=f"floor((datum.n - 1) / {n_columns}) % {n_rows}", c=f"(datum.n - 1) % {n_columns}"
     )
@@ -162,11 +165,6 @@ def _wrapped(drawn: alt.Chart, panels: Sequence[str], wide: int) -> alt.Chart:
 def _header(names: Sequence[str], angle: int | None) -> alt.Header:
     turned: dict[str, Any] = {} if angle is None else {"labelAngle": angle, "labelAlign": "left"}
     return alt.Header(labelExpr=lookup(names, "datum.value"), title=None, **turned)
-
-
-def _for_vega(values: Tensor, digits: int) -> list[float]:
-    """The numbers in order, with one that no activation reaches for what stays blank (lists must hold numbers only)."""
-    return [BLANK if value is None else value for value in compact(values, digits)]
 
 
 def _axis(axis: Axis, along: bool, longest: int) -> alt.Axis:
@@ -291,9 +289,7 @@ def patching(
     values = values.permute(*(order.index(name) for name in [*lead, *rest, row, column]))
     groups = [names_for(panels, len(values), "", "panels")] if panels is not None else []
     groups += [[f"{axis} {label}" for label in labels[axis]] for axis in rest]
-    together = [""]
-    for group in groups:
-        together = [f"{before}, {name}" if before else name for before in together for name in group]
+    together = [", ".join(names) for names in itertools.product(*groups)]
     return _map(
         values.reshape(-1, *values.shape[-2:]) if groups else values,
         (row.replace("_", " "), labels[row]),

@@ -81,11 +81,7 @@ class KnownCircuit:
     @property
     def circuit(self) -> Circuit:
         """The known circuit, of the model's graph."""
-        graph = Graph.of(self.bridge)
-        mask = torch.zeros_like(graph.exists)
-        for edge in self.edges:
-            mask[graph.edge(edge)] = True
-        return Circuit(graph, mask)
+        return Circuit.of_edges(Graph.of(self.bridge), [*self.edges])
 
     def node_auc(self, scores: EdgeScores) -> float:
         """The same of the nodes: a node's score is that of its largest edge out.

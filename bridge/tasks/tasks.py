@@ -90,14 +90,9 @@ def paired(rows: Sequence[Row], device: torch.device) -> Pairs:
         rows: for each pair the clean ids, the corrupted ids, the answer, the wrong token and both texts.
         device: where to put them.
     """
-    clean, corrupted, answers, wrong, texts = zip(*rows, strict=True)
-    return Pairs(
-        clean=torch.tensor(list(clean), device=device),
-        corrupted=torch.tensor(list(corrupted), device=device),
-        answers=torch.tensor(list(answers), device=device),
-        wrong=torch.tensor(list(wrong), device=device),
-        texts=texts,
-    )
+    *numbers, texts = zip(*rows, strict=True)
+    clean, corrupted, answers, wrong = (torch.tensor(each, device=device) for each in numbers)
+    return Pairs(clean, corrupted, answers, wrong, texts)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

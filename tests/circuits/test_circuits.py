@@ -22,7 +22,7 @@ from bridge.circuits import (
     logit_difference,
     mean_outputs,
 )
-from bridge.circuits.circuits import _depths, _joins
+from bridge.circuits.circuits import _depth, _joins
 from bridge.circuits.edge_runs import Evaluation
 from bridge.circuits.graph import written
 from bridge.tasks import embedded_pairs
@@ -306,7 +306,7 @@ def test_a_drawing_knows_direct_effects_and_patterns(embedded, monkeypatch):
     assert nodes["L2H0"].effect == pytest.approx(float(wanted), abs=1e-4) and abs(float(wanted)) > 1e-3
     for name in ("L2H0", "L2H0.q"):
         assert torch.equal(nodes[name].pattern, clean["pattern", 2][0, 0])
-    assert not hasattr(nodes["L3MLP"], "pattern") and not hasattr(nodes["logits"], "effect")
+    assert nodes["L3MLP"].pattern is None and nodes["logits"].effect is None
 
 
 def test_the_shipped_models_circuit(embedded):
@@ -327,7 +327,7 @@ def test_the_shipped_models_circuit(embedded):
 
 
 def joins(circuit: Circuit) -> list[tuple[str, str]]:
-    return _joins(circuit.graph, {edge[0] for edge in circuit.edges}, {edge[1] for edge in circuit.edges})
+    return _joins(circuit.graph, circuit.edges)
 
 
 def test_a_drawing_joins_heads_with_their_inputs_and_goes_by_layers(embedded):
@@ -335,7 +335,7 @@ def test_a_drawing_joins_heads_with_their_inputs_and_goes_by_layers(embedded):
     circuit = Circuit.of_edges(Graph.of(embedded), names)
     assert joins(circuit) == [("L0H1.v", "L0H1"), ("L2H0.q", "L2H0"), ("L2H0.k", "L2H0")]  # nothing reads L1H0
     order = ["embed", "L0H1.v", "L0H1", "L0MLP", "L2H0.q", "L2H0", "L3MLP", "logits"]
-    columns = _depths(circuit.graph)
+    columns = {name: _depth(circuit.graph, name) for name in (*circuit.graph.senders, *circuit.graph.receivers)}
     assert [columns[name] for name in order] == sorted({columns[name] for name in order})
     assert columns["L2H0.q"] == columns["L2H0.k"] and columns["logits"] == max(columns.values())
 
@@ -344,7 +344,7 @@ def test_a_drawing_of_grouped_keys():
     graph = Graph([LayerShape(4, 2, True, False)] * 2)
     circuit = Circuit.of_edges(graph, ["embed->L0G1.v", "L0H2->logits", "L0H3->logits"])
     assert joins(circuit) == [("L0G1.v", "L0H2"), ("L0G1.v", "L0H3")]
-    assert _depths(circuit.graph)["L0G1.v"] < _depths(circuit.graph)["L0H2"]
+    assert _depth(graph, "L0G1.v") < _depth(graph, "L0H2")
 
 
 def test_the_benchmarks_file_is_written_and_read(gpt2, graph, tmp_path):

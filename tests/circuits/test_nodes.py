@@ -22,8 +22,8 @@ from bridge.circuits import (
     node_effects,
     trained_edges,
 )
+from bridge.circuits.attribution import _absent
 from bridge.circuits.graph import written
-from bridge.circuits.training import _absent
 from bridge.tasks import trained
 from tests.analysis.models import bridge_of
 from tests.conftest import tiny, torch_hooks

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import bridge.analysis.residual
 from adapters import Architecture
 from adapters.views import Affine
 from bridge import ActivationCache, TransformerBridge
-from bridge.analysis.decomposition import StreamTerm
+from bridge.analysis.decomposition import StreamTerms
 from bridge.generation import batch, generation
 from bridge.harvest import Activations
 from bridge.hooks.rows import BatchRows
@@ -83,15 +82,14 @@ def test_a_layer_too_far_is_noticed(broken) -> None:
 
 
 def test_a_term_of_another_size_is_noticed(broken) -> None:
-    def wrap(own: Callable[..., list[StreamTerm]]) -> Callable[..., list[StreamTerm]]:
-        def terms(*args: Any, **more: Any) -> list[StreamTerm]:
-            made = own(*args, **more)
-            made[0].value = made[0].value * 1.01
-            return made
+    def wrap(own: Callable[[StreamTerms], None]) -> Callable[[StreamTerms], None]:
+        def found(self: StreamTerms) -> None:
+            own(self)
+            self.terms[0].value = self.terms[0].value * 1.01
 
-        return terms
+        return found
 
-    broken(bridge.analysis.residual, "terms_of", wrap)
+    broken(StreamTerms, "__post_init__", wrap)
     assert found("llama", "terms").verdict == "WRONG"
     assert found("llama", "attributions").verdict == "WRONG"
 
