@@ -54,13 +54,16 @@ def unsealed(text: str | bytes) -> dict[str, Any]:
     return found
 
 
-def read_file(path: str | Path, what: str, read: Callable[[dict[str, Any]], Read]) -> Read:
+def read_file(
+    path: str | Path, what: str, read: Callable[[Any], Read], opened: Callable[[bytes], Any] | None = None
+) -> Read:
     """What a file says; an error about it names the file.
 
     Args:
-        path: the file, of JSON with a checksum or without.
+        path: the file.
         what: such as ``"circuit"``.
         read: makes it of the data.
+        opened: makes data of what is in the file; None: JSON with a checksum or without.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -69,7 +72,7 @@ def read_file(path: str | Path, what: str, read: Callable[[dict[str, Any]], Read
     if not Path(path).is_file():
         raise FileNotFoundError(f"path is {str(path)!r}, which is no file")
     try:
-        return read(unsealed(Path(path).read_bytes()))
+        return read((opened or unsealed)(Path(path).read_bytes()))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise ValueError(f"{path} holds no {what} that can be read: {error}") from error
 

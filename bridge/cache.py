@@ -82,11 +82,11 @@ def _weights_behind(values: Mapping[str, Any], model: StudiedBridge | None) -> d
     """The state of the weights that activations would be taken through, by hook point."""
     if model is None:
         return {}
-    hooks, root = model.hook_dict, model.original_model
+    hooks = model.hook_dict
     names = dict.fromkeys([*map(_read_by_weights, values), *_ENDS])
     points = [(name, hooks[name].point) for name in names if name in hooks]
     there = [(name, point) for name, point in points if point.axes != "..."]  # "...": in a module of the user's
-    return {name: written_to(_with_weights(root, name, point)) for name, point in there}
+    return {name: written_to(_with_weights(model.original_model, name, point)) for name, point in there}
 
 
 def _alone(value: Tensor) -> Tensor:

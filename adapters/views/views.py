@@ -536,8 +536,7 @@ class FlatRows(View):
     heads: bool = False
 
     def get(self, x: Tensor, call: Call) -> Tensor:
-        outer = call.sources[-1][1].shape[: 1 + self.heads]
-        return x if x.ndim > 2 else x.unflatten(0, (*outer, -1))
+        return x if x.ndim > 2 else x.unflatten(0, (*call.sources[-1][1].shape[: 1 + self.heads], -1))
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         return new if x.ndim > 2 else new.flatten(0, 1 + self.heads)

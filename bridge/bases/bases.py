@@ -261,8 +261,8 @@ def _readable(reads: HookPoint, model: nn.Module) -> View:
     if view.contextual or view.at_once or point.sources or point.site.kind not in ("input", "output"):
         raise ValueError(
             f"a basis that writes elsewhere cannot read at {reads.name}, which is worked out inside a call of its "
-            "module: read at a point that is a module's input or output, such as hook_resid_mid, ln2.hook_normalized "
-            "or hook_attn_out"
+            "module: read at a point that is a module's input or output as it stands (in most models hook_resid_mid, "
+            "ln2.hook_normalized or hook_attn_out)"
         )
     return view
 

@@ -24,8 +24,10 @@ from __future__ import annotations
 
 import heapq
 import importlib
+import io
 import json
 import math
+import pickle
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -135,19 +137,30 @@ def _mib_edges(graph: Graph) -> dict[str, tuple[int, int]]:
     return {f"{senders[j]}->{receivers[i]}": (i, j) for i, j in graph.exists.nonzero().tolist()}
 
 
-def _of_tensors(path: str | Path) -> dict[str, Any]:
+def _unpickled(content: bytes) -> Any:
+    """The tensors of a file.
+
+    Raises:
+        ValueError: it is none of torch's.
+    """
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError("torch.save did not write it, or it is damaged") from error
+
+
+def _of_tensors(found: Any) -> dict[str, Any]:
     """The benchmark's tensors, as its JSON has them.
 
     Raises:
         ValueError: they are not those.
     """
-    found = torch.load(path, map_location="cpu", weights_only=True)
     wanted = {"cfg", "src_nodes", "dst_nodes", "edges_scores", "edges_in_graph"}
     if not isinstance(found, dict) or not wanted <= found.keys():
-        raise ValueError(f"{path} holds no circuit: the benchmark's has {', '.join(sorted(wanted))}")
+        raise ValueError(f"the benchmark's has {', '.join(sorted(wanted))}")
     shape = [len(found["src_nodes"]), len(found["dst_nodes"])]
     if any(list(found[name].shape) != shape for name in ("edges_scores", "edges_in_graph")):
-        raise ValueError(f"{path} is damaged: its tensors have not the shape {shape} of its nodes")
+        raise ValueError(f"its tensors have not the shape {shape} of its nodes")
     graph, edges = _mib_graph(found["cfg"]), {}
     for edge in _mib_edges(graph):
         sender, receiver = edge.split("->")
@@ -448,7 +461,7 @@ class Circuit:
             True
         """
         graph, path = self.graph, Path(path)
-        check_choice("the name of the file ends in", path.suffix, (".json", ".pt"))
+        check_choice("the suffix of path", path.suffix, (".json", ".pt"))
         graph_of(bridge, graph)
         first = graph.layers[0]
         if set(graph.layers) != {first} or not first.mlp or not first.heads == first.key_heads > 0:
@@ -509,7 +522,7 @@ class Circuit:
             [('embed', 'logits', 0.0)]
         """
         if Path(path).suffix == ".pt":
-            return cls._of_mib(_of_tensors(path))
+            return read_file(path, "circuit", lambda found: cls._of_mib(_of_tensors(found)), _unpickled)
         return read_file(path, "circuit", cls._of_file)
 
     @classmethod

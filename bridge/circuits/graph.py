@@ -639,7 +639,10 @@ def _refuse_no_sum_of(bridge: TransformerBridge, found: Tensor, right: Tensor, l
             f"in {bridge.cfg.model_name} the residual stream has numbers that are not finite, in {right.dtype}: take "
             "another precision, or, if prompts are padded in front, pad them at the end"
         )
-    tolerance = TOLERANCE.get(right.dtype, 30 * torch.finfo(right.dtype).eps) * largest
+    device, kind = right.device.type, right.dtype
+    if torch.is_autocast_enabled(device):
+        kind = torch.get_autocast_dtype(device)
+    tolerance = TOLERANCE.get(kind, 30 * torch.finfo(kind).eps) * largest
     if not torch.allclose(found.to(right.dtype), right, rtol=0, atol=tolerance):
         raise ValueError(
             f"in {bridge.cfg.model_name} what heads and MLPs write does not add up to the residual stream: it has no "

@@ -659,7 +659,9 @@ def score_terms(
     product = float(query_parts.sum(0) @ key_parts.sum(0))
     position = float(score) - product
     if cfg.positional_embedding_type not in _ADD_TO_SCORES:
-        if abs(position) > 1e-3 * max(1.0, float(query_parts.norm() * key_parts.norm())):
+        if abs(position) > max(1e-3, torch.finfo(scores.dtype).eps) * max(
+            1.0, float(query_parts.norm() * key_parts.norm())
+        ):
             raise ValueError(
                 f"the score is {float(score):.4g}, and the product of query and key "
                 f"{product:.4g}: a term for each pair would be of something else"

@@ -28,7 +28,7 @@ _FOLDER = Path(__file__).parent / "programs"
 PROGRAMS = ("frac_prevs", "reverse", "hist", "sort_unique", "either", "most")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class KnownCircuit:
     """A model that computes a program, and its known circuit.
 
@@ -39,6 +39,11 @@ class KnownCircuit:
             output. By the names of `bridge.circuits.Graph`.
         outputs: what each of the logits is.
         vocabulary: the tokens' ids.
+
+    Example:
+        >>> from bridge.tasks import trained
+        >>> trained("hist")
+        KnownCircuit(hist: 7 of 479 edges, 32 pairs)
     """
 
     bridge: TransformerBridge
@@ -47,6 +52,10 @@ class KnownCircuit:
     edges: frozenset[str]
     outputs: tuple[str, ...]
     vocabulary: dict[str, int]
+
+    def __repr__(self) -> str:
+        of, edges = Graph.of(self.bridge).n_edges, len(self.edges)
+        return f"{type(self).__name__}({self.bridge.cfg.model_name}: {edges} of {of} edges, {len(self.clean)} pairs)"
 
     def metric(self) -> Metric:
         """How far the logits are on the way from the corrupted prompts' (0) to the clean ones' (1), over all."""
@@ -83,7 +92,7 @@ class KnownCircuit:
         return area_under_rates(scores.values.abs().amax(0), self.circuit.mask.any(0))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Compiled(KnownCircuit):
     """A model that computes a program by weights that were worked out and not trained, and its known circuit.
 

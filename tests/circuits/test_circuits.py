@@ -480,6 +480,38 @@ def test_a_file_of_the_benchmark_with_what_is_no_score(gpt2, graph, tmp_path):
         Circuit(graph, graph.exists, torch.full(graph.exists.shape, torch.inf)).to_mib(file, gpt2)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2"])
+def test_under_autocast_the_sum_is_as_near_as_it_is_rounded(family, clean, corrupted, metric):
+    bridge = TransformerBridge(tiny_model(family))
+    exact = edge_attribution(bridge, clean, corrupted, metric)
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = edge_attribution(bridge, clean, corrupted, metric)
+        found = scores.top(40).evaluate(bridge, clean, corrupted, metric)
+    assert (scores.flat - exact.flat).abs().max() < 0.05 * exact.flat.abs().max()
+    right = exact.top(40).evaluate(bridge, clean, corrupted, metric)
+    assert abs(found.model - right.model) < 0.05 * abs(right.model - right.ablated)
+
+
+def test_damaged_tensors_of_the_benchmark_are_said_to_be(gpt2, graph, tmp_path):
+    file = tmp_path / "circuit.pt"
+    scores_of(graph).top(7).to_mib(file, gpt2)
+    whole = torch.load(file)
+    some = {name: value for name, value in whole["cfg"].items() if name != "n_heads"}
+    wrong = [whole | {"cfg": some}, whole | {"src_nodes": ["x", *whole["src_nodes"][1:]]}, [1, 2], {}]
+    wrong.append(whole | {"edges_scores": whole["edges_scores"][1:]})
+    damaged = [b"hello", b"", file.read_bytes()[:500]]
+    for i, content in enumerate((*wrong, *damaged)):
+        other = tmp_path / f"{i}.pt"
+        if isinstance(content, bytes):
+            other.write_bytes(content)
+        else:
+            torch.save(content, other)
+        with pytest.raises(ValueError, match=rf"{i}\.pt holds no circuit that can be read"):
+            Circuit.load(other)
+    with pytest.raises(FileNotFoundError, match="which is no file"):
+        Circuit.load(tmp_path / "none.pt")
+
+
 @pytest.mark.parametrize("ablation", ["zero", "mean", "constants"])
 def test_the_same_prompts_twice_prove_no_graph(gpt2, graph, clean, metric, ablation):
     """Between equal prompts nothing differs, whatever else writes to the stream."""

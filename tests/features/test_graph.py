@@ -348,6 +348,19 @@ def test_other_precisions(family: str, dtype: torch.dtype) -> None:
     assert torch.allclose(other.adjacency.sum(1)[receives], other.values[receives], atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_terms_of_a_score_in_half_precision(family: str) -> None:
+    """A score in half precision is its sum as nearly as it is rounded."""
+    bridge = TransformerBridge(tiny_model(family).bfloat16())
+    basis = SAE(bridge.cfg.d_model, 16).bfloat16()
+    point = bridge.add_basis("blocks.0.hook_mlp_out", "own", basis, reads="blocks.0.hook_resid_mid").name
+    for layer, head, query, key in [(i, j, k, k - 1) for i in range(2) for j in range(4) for k in range(1, 6)]:
+        terms = score_terms(bridge, TOKENS, [point], layer, head, query, key)
+        _, cache = bridge.run_with_cache(TOKENS, names_filter=f"blocks.{layer}.attn.hook_attn_scores")
+        size = max(1.0, float(terms.query_parts.norm() * terms.key_parts.norm()))
+        assert abs(terms.score - float(cache["scores", layer][0, head, query, key])) < 0.01 * size
+
+
 @torch.no_grad()
 def test_a_head_that_bends_behind_the_stream_is_refused() -> None:
     """BERT's stream begins at the norm of its embeddings; what makes logits of it has an activation function."""
