@@ -373,6 +373,14 @@ class RunContext(Pass):
             self._outside = RunContext(self.shared, _NO_SCOPES, None, self.generation, self.shared, self.run)
         return self._outside
 
+    def after_the_run(self) -> RunContext:
+        """What a function of gradients runs in, when the run may be over: what is known of its rows stays."""
+        if self.run is None:
+            return self.outside_the_run()
+        kept = ForwardPass()
+        kept.past, kept.rows = self.run.past, self.run.rows
+        return RunContext(self.shared, _NO_SCOPES, None, self.generation, self.shared, kept)
+
 
 def _takes_hook(fn: Callable[..., Any]) -> bool:
     """Whether a function can be called with an activation and ``hook=``; True where that cannot be known."""

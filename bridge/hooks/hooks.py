@@ -730,7 +730,7 @@ def listen_backward(listener: Listener, seen: Tensor, point: NamedPoint, compare
         return
     if not seen.requires_grad:
         return
-    context = CURRENT.get().outside_the_run()
+    context = CURRENT.get().after_the_run()
 
     def on_gradient(gradient: Tensor) -> Tensor | None:
         given = gradient.clone()  # autograd may hand the same tensor to others

@@ -67,13 +67,14 @@ class BatchRows:
         ([[5, 6, 7], [0, 5, 6]], [0, 1])
     """
 
-    __slots__ = ("before", "core", "count", "growing", "masks", "order")
+    __slots__ = ("_untold", "before", "core", "count", "growing", "masks", "order")
 
     def __init__(self, core: nn.Module, arguments: Mapping[str, Any]) -> None:
         self.core = core
         config = getattr(core, "config", None)  # a plain module, which is called as it is, has none
         self.growing = "decoder_pos" if getattr(config, "is_encoder_decoder", False) else "pos"
         self.masks: dict[str, Tensor] = {}
+        self._untold: set[str] = set()
         self.order: Tensor | None = None
         names = (takes(core).main, *_ROWS_OF, "input_values", "input_features", "pixel_values")
         given = next((x for name in names if isinstance(x := arguments.get(name or ""), Tensor) and x.ndim), None)
@@ -87,6 +88,8 @@ class BatchRows:
             mask = arguments.get(name)
             if isinstance(mask, Tensor) and mask.ndim == 2:
                 self.masks[axis] = mask
+            elif mask is not None:
+                self._untold.add(axis)  # which query sees which key
 
     def arrange(self, arguments: MutableMapping[str, Any], side: Side) -> None:
         """Moves tokens, and all that goes along them, so that padding stands on one side of each row.
@@ -162,6 +165,11 @@ class BatchRows:
             ValueError: the mask is of something else, and nothing says what that makes of these entries.
         """
         mask = self.masks.get(token_axis(axis))
+        if mask is None and token_axis(axis) in self._untold:
+            raise ValueError(
+                "positions are not known here: the mask that was given says which query sees which key, not which "
+                "tokens are padding. Run each row alone, without padding and mask, or pass attention_mask [batch, pos]"
+            )
         if mask is None or bool(mask.all()):
             return None
         if mask.shape[1] != length:

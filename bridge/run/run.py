@@ -174,8 +174,7 @@ class PreparedPass:
                 if told and past_of(asked.model_kwargs) is None:  # Whisper's decoder leaves it out with False
                     asked = _without_cache(bridge.core, asked)
             self.inputs = prepare(bridge, asked)
-            if listening or "inputs_embeds" in self.inputs.kwargs:
-                run.take_arguments(bridge.core, self.inputs.kwargs)
+            run.take_arguments(bridge.core, self.inputs.kwargs)  # hooks of another bridge may ask
             if check_alike is not None:
                 check_alike()
         except BaseException:

@@ -196,6 +196,47 @@ def test_a_function_s_operation_in_a_run_that_continues_another_is_refused(bridg
         bridge.run_with_hooks(tokens[:, :2], fwd_hooks=called, past_key_values=past)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_run_of_another_bridge_says_what_is_padding(bridge, side):
+    other, hooks = TransformerBridge(bridge.original_model), [(POINT, Add(2.0, positions=slice(0, -1)))]
+    tokens, mask = padded(side)
+    expected = bridge.run_with_hooks(tokens, fwd_hooks=hooks, attention_mask=mask)
+    with bridge.hooks(fwd_hooks=hooks):
+        assert torch.equal(other(tokens, attention_mask=mask), expected)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_an_operation_on_gradients_knows_the_padding(bridge, side):
+    """Backward comes when the run is over."""
+    hooks = [(POINT, Scale(0.5, positions=0))]
+    tokens, mask = padded(side)
+
+    def gradient(ids, mask):
+        embeddings = bridge.original_model.model.embed_tokens(ids).detach().requires_grad_()
+        logits = bridge.run_with_hooks(embeddings, bwd_hooks=hooks, attention_mask=mask)
+        logits[mask.bool()].logsumexp(-1).sum().backward()
+        return embeddings.grad[mask.bool()]
+
+    alone = [gradient(torch.tensor([row]), torch.ones(1, len(row), dtype=torch.long)) for row in ROWS]
+    torch.testing.assert_close(gradient(tokens, mask), torch.cat(alone), rtol=0, atol=1e-4)
+
+
+def test_a_mask_of_queries_and_keys_does_not_say_what_is_padding(bridge):
+    tokens, mask = padded("left")
+    sees = torch.ones(6, 6).tril().bool() & mask.bool()[:, None, :]
+    given = torch.where(sees, 0.0, torch.finfo().min)[:, None]
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    hooks = [(POINT, Add(2.0, positions=0))]
+    with pytest.raises(ValueError, match="not which tokens are padding"):
+        bridge.run_with_hooks(tokens, fwd_hooks=hooks, attention_mask=given, position_ids=positions)
+    with pytest.raises(ValueError, match="not which tokens are padding"), bridge.hooks(fwd_hooks=hooks):
+        bridge.original_model(tokens, attention_mask=given, position_ids=positions)
+    everywhere = [(POINT, Add(2.0))]
+    expected = bridge.run_with_hooks(tokens, fwd_hooks=everywhere, attention_mask=mask)[mask.bool()]
+    found = bridge.run_with_hooks(tokens, fwd_hooks=everywhere, attention_mask=given, position_ids=positions)
+    torch.testing.assert_close(found[mask.bool()], expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("where", [{"positions": -1}, {"part": "prompt"}, {"part": "generated"}, {"from_step": 2}])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_traced_generation_counts_as_one_that_is_not(bridge, where, side):
