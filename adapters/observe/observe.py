@@ -25,6 +25,7 @@ and modes are gone after the run, and after an error.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -326,6 +327,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def outside_of_modes(model: nn.Module) -> Iterator[None]:
     """Gradients, no inference mode and no autocast inside a ``with`` statement, wherever that stands.
 
+    What models draw inside (Reformer, Big Bird), in evaluation mode too, changes nothing that is drawn afterwards.
+
     Args:
         model: the model, whose devices say which autocast it is.
 
@@ -336,8 +339,11 @@ def outside_of_modes(model: nn.Module) -> Iterator[None]:
         ...     torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         (True, False)
     """
-    kinds = {parameter.device.type for parameter in model.parameters()}
+    devices = {parameter.device for parameter in model.parameters()}
+    kinds = {device.type for device in devices}
     with ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        stack.enter_context(torch.random.fork_rng([device for device in devices if device.type == "cuda"]))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         for kind in filter(torch.amp.is_autocast_available, sorted(kinds)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 
 import pytest
 import torch
@@ -62,3 +63,13 @@ def test_nothing_of_the_run_that_was_inferred_from_stays(kind: str, monkeypatch:
     finally:
         gc.enable()
     assert bridge.hook_dict and not left
+
+
+@pytest.mark.unchecked  # what checks annotations draws, too
+@pytest.mark.parametrize("model_type", ["reformer", "big_bird", "musicgen"])
+def test_what_a_user_draws_next_does_not_depend_on_a_model_that_was_wrapped(model_type: str) -> None:
+    """These models draw in evaluation mode, too."""
+    model = tiny_model(model_type)
+    states = torch.get_rng_state(), random.getstate()
+    TransformerBridge(model)
+    assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
