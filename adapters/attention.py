@@ -26,9 +26,9 @@ from adapters.views import (
     Heads,
     HeadsFirst,
     MaskedScores,
-    SinkPattern,
     SinkScores,
     View,
+    columns,
 )
 
 T = TypeVar("T")
@@ -443,7 +443,7 @@ def _pattern_view(scores: View) -> View:
     """How the pattern of such scores is seen."""
     if isinstance(scores, Composed):
         return Composed(scores.inner, _pattern_view(scores.outer))
-    return SinkPattern() if isinstance(scores, SinkScores) else View()
+    return columns(0, -1) if isinstance(scores, SinkScores) else View()  # without the sink's, the last
 
 
 @dataclass(frozen=True)

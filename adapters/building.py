@@ -62,7 +62,6 @@ from adapters.views import (
     FlatPatches,
     FlatRows,
     PositionsFirst,
-    Scaled,
     SeveralStreams,
     StreamWeights,
     View,
@@ -70,6 +69,7 @@ from adapters.views import (
     WriteThrough,
     parameters_of,
     through,
+    times,
 )
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def embedding_points(architecture: Architecture, base: str, model: nn.Module, d_
     width = cast(Tensor, module_at(model, tokens.path).weight).shape[-1] if made.project else d_model
     axes = f"batch pos {'d_model' if width == d_model else width}"
     total = axes if made.projects_sum else None  # of their sum
-    scaled = Scaled(made.factor) if made.factor != 1 else None
+    scaled = through(times(made.factor))
     if together:
         points.add("embed.hook_embed", tokens, scaled, axes, aliases=("hook_embed", "embed.hook_out"))
         if made.project and not made.projects_sum:
@@ -181,7 +181,7 @@ def add_own_embeddings(points: PointList, stack: Stack, base: str) -> None:
     """The embeddings of a second stack's own tokens."""
     made = stack.embedding
     tokens = Site(join(base, made.tokens), "output")
-    scaled = Scaled(made.factor) if made.factor != 1 else None
+    scaled = through(times(made.factor))
     points.add(f"{stack.name}_embed.hook_out", tokens, scaled, group="extra")
     if made.positions:
         site = Site(join(base, made.positions), "output")

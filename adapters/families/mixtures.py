@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from statistics import mode
+from typing import Unpack
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -20,7 +21,7 @@ from adapters.families.shapes.llama import (
     NORMED_ATTENTION,
     NORMED_WIDTH,
     POST,
-    Factors,
+    Differences,
     fused_gate,
     llama_like,
     normed,
@@ -324,11 +325,12 @@ def flex_olmo(config: PreTrainedConfig) -> Architecture:
 SINKS = replace(ATTENTION, z_transform=SinkGate("sinks"))
 
 
-def _factors(config: PreTrainedConfig) -> Factors:
+def _factors(config: PreTrainedConfig, **others: Unpack[Differences]) -> Differences:
     return {
         "factor": config.residual_multiplier,
         "embed_factor": config.embedding_multiplier,
         "logit_factor": 1 / config.logits_scaling,
+        **others,
     }
 
 
@@ -342,8 +344,8 @@ def granite(config: PreTrainedConfig) -> Architecture:
 
 def hyperclovax(config: PreTrainedConfig) -> Architecture:
     post = ("post_norm1", "post_norm2") if config.use_post_norm else (None, None)
-    factors: Factors = {**_factors(config), "logit_factor": config.logits_scaling}  # where Granite divides
-    return llama_like(config, post=post, **factors, config_values=_scale(config))
+    differences = _factors(config, post=post, logit_factor=config.logits_scaling)  # where Granite divides
+    return llama_like(config, **differences, config_values=_scale(config))
 
 
 def granite_moe(config: PreTrainedConfig) -> Architecture:
@@ -356,14 +358,13 @@ def granite_moe(config: PreTrainedConfig) -> Architecture:
         moe,
         n_experts="num_local_experts",
         width="intermediate_size",
-        attn=attn,
-        **_factors(config),
+        **_factors(config, attn=attn),
         config_values=_scale(config),
     )
 
 
 def granite_swa(config: PreTrainedConfig) -> Architecture:
-    return llama_like(config, attn=SINKS, **_factors(config), config_values=_scale(config))
+    return llama_like(config, **_factors(config, attn=SINKS), config_values=_scale(config))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -53,6 +53,7 @@ class columns(Selected):
     start: int
     stop: int
     n_heads: int | None = None
+    by_row = True
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         part = x[..., self.start : self.stop]
@@ -204,18 +205,6 @@ class AlibiScores(MaskedScores):
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         return super().put(x, new + self.at_query(x, call), call)
-
-
-class SinkPattern(View):
-    """A pattern without the attention sink's column, which is the last: rows sum to less than one."""
-
-    by_row = True
-
-    def get(self, x: Tensor, call: Call) -> Tensor:
-        return x[..., :-1]
-
-    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
-        return torch.cat([new, x[..., -1:]], dim=-1)
 
 
 class SinkScores(View):

@@ -295,19 +295,6 @@ class Derived(View):
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, repr=False)
-class Scaled(View):
-    """What a module returns, times the constant factor that the block multiplies it with before it is added."""
-
-    factor: float
-
-    def get(self, x: Tensor, call: Call) -> Tensor:
-        return x * self.factor
-
-    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
-        return new / self.factor
-
-
 @dataclass(frozen=True)
 class Affine:
     """``x * weight * factor + plus``: a link of a chain that a tensor goes through, in constants and parameters.
@@ -411,26 +398,32 @@ def linearly(chain: Chain, x: Tensor, block: nn.Module) -> Tensor:
 
 @dataclass(frozen=True, repr=False)
 class Adjusted(View):
-    """What a module returns, behind a chain of the block's; the block is the module of the last source."""
+    """What a module returns, behind a chain, before it is added.
+
+    The chain's parameters are the block's, which is the module of the last source; constants alone need no source.
+    """
 
     by: Chain
-    contextual = True
+
+    @property
+    def contextual(self) -> bool:  # type: ignore[override]
+        return bool(parameters_of(self.by))
 
     def get(self, x: Tensor, call: Call) -> Tensor:
-        return transformed(self.by, x, call.sources[-1][0])
+        return transformed(self.by, x, call.sources[-1][0] if self.contextual else call.module)
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        block = call.sources[-1][0] if self.contextual else call.module
         for link in reversed(self.by):
-            new = link.undone(new, call.sources[-1][0])
+            new = link.undone(new, block)
         return new
 
 
 def through(chain: Chain) -> View | None:
     """What a module returns, behind a chain; None where that is the same."""
-    if not chain:
-        return None
-    factor = None if parameters_of(chain) else constant_of(chain)
-    return Adjusted(chain) if factor is None else None if factor == 1 else Scaled(factor)
+    if not parameters_of(chain):
+        chain = times(math.prod(link.factor for link in chain))
+    return Adjusted(chain) if chain else None
 
 
 class Copied(View):

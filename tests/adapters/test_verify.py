@@ -9,7 +9,7 @@ import torch
 
 from adapters import verify
 from adapters.proofs.scores import PATTERN, VALUES
-from adapters.views import SinkPattern, View, WriteThrough
+from adapters.views import View, WriteThrough, columns
 from bridge import TransformerBridge
 from tests.adapters.by_hand.families import tiny as mixture
 from tests.conftest import FAMILIES, tiny
@@ -153,13 +153,13 @@ def test_a_users_view_may_have_other_bases():
 
 
 def test_a_pattern_that_hides_what_sinks_take_is_noticed():
-    class Scaled(SinkPattern):
+    class Scaled(columns):
         def get(self, x, call):
             return super().get(x, call) / super().get(x, call).sum(-1, keepdim=True)
 
     bridge = TransformerBridge(mixture("gpt_oss-gqa"))
     assert verify(bridge).passed
-    change(bridge, "blocks.1.attn.hook_pattern", view=Scaled())
+    change(bridge, "blocks.1.attn.hook_pattern", view=Scaled(0, -1))
     assert PATTERN in failing(bridge)
 
 

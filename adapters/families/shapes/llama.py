@@ -56,15 +56,7 @@ def fused_gate(path: str, width: int) -> tuple[Projection, Projection]:
 Pair = tuple[str | None, str | None]
 
 
-class Factors(TypedDict, total=False):
-    """What `llama_like` is told of factors."""
-
-    factor: float
-    embed_factor: float
-    logit_factor: float
-
-
-class Differences(Factors, total=False):
+class Differences(TypedDict, total=False):
     """What may differ from Llama, as the arguments of `llama_like`."""
 
     attn: Attention
@@ -72,6 +64,9 @@ class Differences(Factors, total=False):
     pre: Pair
     post: Pair
     out: Pair
+    factor: float
+    embed_factor: float
+    logit_factor: float
     final_norm: str
 
 
