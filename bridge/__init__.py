@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from bridge.hooks.names import UnknownHookError as UnknownHookError
     from bridge.hooks.names import act_name as act_name
     from bridge.native import NativeConfig as NativeConfig
+    from bridge.run.tokenization import UnknownWordWarning as UnknownWordWarning
     from bridge.weights import FactoredMatrix as FactoredMatrix
 
 _HOME = {
@@ -27,6 +28,7 @@ _HOME = {
     "NativeConfig": "bridge.native",
     "TransformerBridge": "bridge.bridge",
     "UnknownHookError": "bridge.hooks.names",
+    "UnknownWordWarning": "bridge.run.tokenization",
     "act_name": "bridge.hooks.names",
 }
 
