@@ -527,7 +527,7 @@ class _Inference:
         path = relative(owner.path, block.path)
         if plays != "mixer":
             return Mixer(path, plays)
-        modules = modules_of(owner, self.recording, norms, partial(rerun, self.model, self.given, 1))
+        modules = modules_of(owner, self.recording, norms)
         if not (modules or functions_of(owner.module)) and any(True for _ in owner.module.parameters()):
             note["inside"] = "it mixes positions without a softmax, and has no modules that run once"
         return Mixer(path, modules=modules)

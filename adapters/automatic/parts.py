@@ -333,21 +333,15 @@ def mixes_positions(
 
 
 def rerun(
-    model: nn.Module,
-    inputs: Mapping[str, Tensor],
-    positions: int,
-    entry: ModuleCall,
-    left: ModuleCall,
-    last: bool = False,
+    model: nn.Module, inputs: Mapping[str, Tensor], positions: int, entry: ModuleCall, left: ModuleCall
 ) -> Tensor | None:
-    """What a module returns where another one is given something else at all positions but the last, or there alone.
+    """What a module returns where another one is given something else at all positions but the last.
 
     Args:
         model, inputs: as for `record`.
         positions: the axis of positions.
         entry: a call of the module whose first argument is changed.
         left: a call of the module that is looked at.
-        last: it is given something else at the last position alone.
 
     Returns:
         The tensor that it returns first; None where the two do not run once each.
@@ -357,8 +351,8 @@ def rerun(
 
     def change(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         x = args[0] if args else kwargs[name]
-        y, end = x.clone(), x.shape[positions] - 1
-        y.narrow(positions, *((end, 1) if last else (0, end))).mul_(1.5).add_(0.1)
+        n = x.shape[positions]
+        y = torch.cat([x.narrow(positions, 0, n - 1) * 1.5 + 0.1, x.narrow(positions, n - 1, 1)], dim=positions)
         return ((y, *args[1:]), kwargs) if args else (args, {**kwargs, name: y})
 
     def look(module: nn.Module, args: Args, output: object) -> None:
@@ -372,16 +366,8 @@ def rerun(
     return seen[0] if seen else None
 
 
-def modules_of(
-    owner: ModuleCall, recording: Recording, norms: Norms, rerun: Callable[..., Tensor | None]
-) -> tuple[tuple[str | Norm, str], ...]:
-    """The modules in a mixer that run once, norms among them, with the axes of what they return.
-
-    Args:
-        owner: the call of the mixer.
-        recording, norms: as everywhere.
-        rerun: what a call returns where another one is given something else.
-    """
+def modules_of(owner: ModuleCall, recording: Recording, norms: Norms) -> tuple[tuple[str | Norm, str], ...]:
+    """The modules in a mixer that run once, norms among them, with the axes of what they return."""
     found: dict[str, tuple[str | Norm, str]] = {}
     for call in recording.calls:
         once = owner.holds(call) and call is not owner and len(recording.of(call.path)) == 1
@@ -389,7 +375,7 @@ def modules_of(
             path, shape, kind = relative(call.path, owner.path), call.whole.value.shape, norms.get(call)
             if len(shape) > 1:
                 axes = axes_of(path.rpartition(".")[2], shape, recording.batch, recording.pos)
-                if len(shape) == 2 and axes.startswith("row ") and _rows_of_heads(owner, call, recording, rerun):
+                if len(shape) == 2 and axes.startswith("row ") and _rows_of_heads(owner, call, recording):
                     axes = f"(batch pos {axes[6:]}_2) {axes[4:]}"
                 found[path] = (Norm(path, kind) if kind and kind.name else path), axes
     direct = tuple(each for path, each in found.items() if "." not in path)
@@ -397,14 +383,15 @@ def modules_of(
     return direct or (tuple(found.values()) if len(names) == len(found) else ())
 
 
-def _rows_of_heads(
-    owner: ModuleCall, call: ModuleCall, recording: Recording, rerun: Callable[..., Tensor | None]
-) -> bool:
-    """Whether the rows that a module in a mixer returns are of each head of each position of each prompt, in turn."""
+def _rows_of_heads(owner: ModuleCall, call: ModuleCall, recording: Recording) -> bool:
+    """Whether the rows that a module in a mixer returns are of each head of each position of each prompt, in turn.
+
+    A later module in it reads them so, side by side.
+    """
     assert call.whole is not None
-    rows, again = call.whole.value, rerun(owner, call, last=True)
-    if again is None or again.shape != rows.shape or len(rows) % (recording.batch * recording.pos):
+    rows = call.whole.value
+    if len(rows) % (recording.batch * recording.pos):
         return False
-    changed = ((again - rows).abs() > tolerance(rows) * rows.abs().max()).any(-1)
-    changed = changed.view(recording.batch, recording.pos, -1)
-    return bool(changed[:, -1].all() and not changed[:, :-1].any())
+    heads = rows.view(recording.batch, recording.pos, -1)
+    read = (each.entered for each in recording.calls if owner.holds(each) and each.start > call.start)
+    return any(x is not None and x.value.shape == heads.shape and torch.equal(x.value, heads) for x in read)

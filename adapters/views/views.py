@@ -405,7 +405,7 @@ class Adjusted(View):
 
     by: Chain
 
-    @property
+    @functools.cached_property
     def contextual(self) -> bool:  # type: ignore[override]
         return bool(parameters_of(self.by))
 
@@ -421,8 +421,8 @@ class Adjusted(View):
 
 def through(chain: Chain) -> View | None:
     """What a module returns, behind a chain; None where that is the same."""
-    if not parameters_of(chain):
-        chain = times(math.prod(link.factor for link in chain))
+    factor = None if parameters_of(chain) else constant_of(chain)
+    chain = chain if factor is None else times(factor)
     return Adjusted(chain) if chain else None
 
 

@@ -32,6 +32,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
+from bridge.hooks.arguments import listed
 from bridge.hooks.asked import StudiedBridge
 
 
@@ -215,10 +216,9 @@ def require(cache: AnalysedRun, names: Iterable[str]) -> list[Tensor]:
         cache.model.names.find(name)
     if missing:
         endings = tuple(dict.fromkeys(re.sub(r"^\w+\.\d+\.", "", name) for name in missing))
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         accepts = f"name.endswith({endings if len(endings) > 1 else repr(endings[0])})"
         raise MissingActivationsError(
-            f"the cache does not hold {', '.join(missing[:3])}{more}, which this needs. run_with_cache keeps them "
+            f"the cache does not hold {listed(missing)}, which this needs. run_with_cache keeps them "
             f"without a names_filter, or with one that accepts {accepts} as well, in a run through all layers that "
             "starts from tokens"
         )

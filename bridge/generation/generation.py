@@ -42,7 +42,7 @@ from bridge.generation.options import (
     texts_of,
 )
 from bridge.generation.packed import with_unseen_keys
-from bridge.hooks.arguments import check_positive
+from bridge.hooks.arguments import check_positive, listed
 from bridge.hooks.context import CURRENT, Generation, forward_pass
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.modules import Finder
@@ -83,6 +83,8 @@ class StepRecorder(ActivationRecorder):
         self.steps = 0  # whose activations are kept
         self._parts: dict[HookPoint, list[Tensor]] = {}
         self._from_start: set[HookPoint] = set()  # ran at the prompt
+        #: Whose rows at each step do not make those of the sequence: they are not kept.
+        self.in_rows = dict.fromkeys(point for point in points if caching and "row" in point.point.axes.split())
 
     as_shown = False
 
@@ -116,7 +118,7 @@ class StepRecorder(ActivationRecorder):
     def read(self, act: Tensor | Deferred, hook: HookPoint) -> None:
         """Keeps what this step adds to an activation."""
         axes = hook.point.axes.split()
-        if "row" in axes and self.caching:
+        if hook in self.in_rows:
             return
         act = act.value(hook.name) if isinstance(act, Deferred) else act.detach()
         total = self.seen + self.new
@@ -158,12 +160,12 @@ class StepRecorder(ActivationRecorder):
 
     def _put_together(self, hook: HookPoint) -> Tensor | str:
         """The steps of a hook point as one activation; or why they make none."""
-        axes = hook.point.axes.split()
-        if "row" in axes and self.caching:
+        if hook in self.in_rows:
             return "has rows of each step, which do not make those of the sequence"
         if hook not in self._from_start:
             return "did not run on this prompt"
-        total, parts = self.seen + self.new, self._parts[hook]
+        total = self.seen + self.new
+        parts, axes = self._parts[hook], hook.point.axes.split()
         grows = next((axes.index(axis) for axis in (self.pos, self.key_pos) if axis in axes), None)
         if grows is None:
             along = any("pos" in axis for axis in axes)  # of the encoder, which runs once
@@ -207,18 +209,14 @@ class StepRecorder(ActivationRecorder):
         for name, why in made.items():
             if isinstance(why, str):
                 alike.setdefault(why, []).append(name)
-        missing = "; ".join(f"{_said(names)} {why}" for why, names in alike.items())
+        missing = "; ".join(
+            f"{listed(names)}{': each' if len(names) > 1 else ''} {why}" for why, names in alike.items()
+        )
         if explicit and missing:
             raise RuntimeError(f"{missing}: use run_with_cache on the finished sequence")
         if missing:
             _logger.warning("left out of the cache of a generation: %s", missing)
         return {name: value for name, value in made.items() if isinstance(value, Tensor)}
-
-
-def _said(names: list[str]) -> str:
-    """Some names, of which the same is said."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more}{': each' if len(names) > 1 else ''}"
 
 
 #: Options of the model's `generate` with which it processes tokens that do not stay in the sequence.
@@ -375,13 +373,14 @@ def _step_recorder(bridge: RunnableBridge, options: GenerationOptions, arguments
             "computes for a token changes with the tokens behind it. Use run_with_cache on the finished sequence, or "
             "use_past_kv_cache=False."
         )
-    rows = [point.name for point in points if "row" in point.point.axes.split()]
-    if rows and caching and (named_one_by_one(options.names_filter) or len(rows) == len(points)):
+    recorder = StepRecorder(points, options.device, caching, has_decoders_points(bridge))
+    rows = [point.name for point in recorder.in_rows]
+    if rows and (named_one_by_one(options.names_filter) or len(rows) == len(points)):
         raise ValueError(
-            f"return_cache cannot be had for {', '.join(rows[:3])}: their rows at each step do not make those of the "
+            f"return_cache cannot be had for {listed(rows)}: their rows at each step do not make those of the "
             "sequence. Use run_with_cache on the finished sequence, or use_past_kv_cache=False."
         )
-    return StepRecorder(points, options.device, caching, has_decoders_points(bridge))
+    return recorder
 
 
 def _refuse_other_runs(bridge: RunnableBridge, arguments: Kwargs) -> None:

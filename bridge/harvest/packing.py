@@ -18,6 +18,7 @@ import xxhash
 from torch import Tensor
 
 from bridge.harvest.fingerprint import HarvestError
+from bridge.hooks.arguments import listed
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Where documents come from: lists, iterators, files, Hugging Face data sets, Ray data sets.
@@ -103,7 +104,7 @@ def _of_files(files: Files, column: str) -> DocumentSource:
     """What reads files."""
     paths = files.paths
     identity = [[path, os.stat(path).st_size, os.stat(path).st_mtime_ns] for path in paths]
-    description = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" * (len(paths) > 3))
+    description = listed(paths)
     read = lambda: ((item, path) for path in paths for item in _items_in(path, column))
     return DocumentSource(read, description, identity=identity)
 

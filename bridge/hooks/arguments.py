@@ -7,7 +7,7 @@ import inspect
 import numbers
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, ParamSpec, TypeVar
 
@@ -250,6 +250,21 @@ def check_positive(name: str, value: float) -> None:
     """
     if value < 1:
         raise ValueError(f"{name} is {value}; it must be 1 or more")
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Some names in a sentence, and how many there are besides.
+
+    Args:
+        names: the names.
+        most: so many are said.
+
+    Example:
+        >>> from bridge.hooks.arguments import listed
+        >>> listed(["q", "k", "v", "z"])
+        'q, k, v and 1 more'
+    """
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def shown(value: object) -> str:

@@ -13,6 +13,7 @@ from typing import Any, SupportsIndex
 from torch import Tensor
 
 from adapters.points import module_path
+from bridge.hooks.arguments import listed
 from bridge.hooks.hooks import HookPoint
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -265,8 +266,7 @@ class Names:
         found = found or [hook for hook, path in paths.items() if path.startswith(f"{name}.") and name.count(".") > 1]
         if not found:
             return ""
-        more = f" and {len(found) - 6} more" if len(found) > 6 else ""
-        return f" It is the path of a module; the hook points there are {', '.join(found[:6])}{more}."
+        return f" It is the path of a module; the hook points there are {listed(found, 6)}."
 
     def _of_all_layers(self, name: str) -> str:
         """What to write in place of a name without the layer, such as ``hook_z`` or ``pattern``; "" if it is none."""

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from adapters.config import ModelConfig
 from adapters.points import token_embedding
-from bridge.hooks.arguments import CannotBeDoneError
+from bridge.hooks.arguments import CannotBeDoneError, listed
 from bridge.hooks.modules import TokenEmbedding
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ class TokenizerFacts:
     def explain_unknown(self, words: Sequence[str]) -> str:
         """What is to be said of words that the tokenizer does not know."""
         name, count = type(self.tokenizer).__name__, len(self.tokenizer)
-        named = ", ".join(map(repr, words[:10])) + (f" and {len(words) - 10} more" if len(words) > 10 else "")
+        named = listed([*map(repr, words)], 10)
         return (
             f"the tokenizer ({name}) does not know {named}: the model reads {self.tokenizer.unk_token} there. "
             f"bridge.tokenizer.get_vocab() has the {count} tokens that it knows"
